@@ -1,0 +1,287 @@
+"""Start here: the one walk that computes curvature beside PyTorch's own backward pass.
+
+A hook before every node of the autograd graph gets the gradient g from torch, takes the curvature s that the node's
+consumers left for it, asks the node's rule for the curvature of each input, and leaves that for the nodes behind.
+The three methods are three ways to do so:
+
+- ``hesscale``     transport + residual everywhere (Elsayed & Mahmood, eqs. 5 and 6)
+- ``hesscale_gn``  the residual only in the loss: before ``output``, or as long as the way from the loss was linear
+- ``bl89``         as hesscale, with softmax and log-softmax taken for element-wise functions (Becker & LeCun 1989)
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Final, final
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from . import graph as graphs
+from .graph import Edge
+from .plan import Plan, make_plan, method_named
+from .regions import region_curvatures
+
+Tensors = Tensor | Sequence[Tensor]
+
+
+def backward(
+    loss: Tensor,
+    gradient: Tensor | None = None,
+    curvature: Tensor | None = None,
+    *,
+    method: str = "hesscale",
+    output: Tensors | None = None,
+    retain_graph: bool = False,
+) -> None:
+    """Fills ``p.grad`` exactly as ``loss.backward()`` does, and ``p.curvature`` with the diagonal of the Hessian.
+
+    Curvature accumulates as gradients do, and starts afresh where ``p.grad`` is None. ``gradient`` and ``curvature``
+    seed the first and second derivative of whatever follows ``loss``; the former is needed if it is not a scalar.
+    ``output`` (for ``hesscale_gn`` only) is the network's output, where the loss begins; without it the loss reaches
+    back to the first non-linear operation.
+    """
+    _check_seed("gradient", gradient, loss)
+    if gradient is None and loss.numel() != 1:
+        raise RuntimeError(_NOT_A_SCALAR.format(shape=tuple(loss.shape)))
+    walk = _arm(loss, curvature, method, output)
+    try:
+        loss.backward(gradient, retain_graph=retain_graph)
+    except BaseException:
+        walk.abort()
+        raise
+    finally:
+        walk.disarm()
+
+
+def attach(
+    loss: Tensor,
+    *,
+    curvature: Tensor | None = None,
+    method: str = "hesscale",
+    output: Tensors | None = None,
+) -> Tensor:
+    """The same ``loss``, armed: a ``.backward()`` on it, or on anything linear in it, fills ``p.curvature`` too.
+
+    For trainers that call backward themselves, on the loss scaled or divided: ``return hesscale.attach(loss)``.
+    Arguments as in ``backward``. Several losses: attach their sum.
+    """
+    _arm(loss, curvature, method, output)
+    return loss
+
+
+def diagonal(
+    y: Tensor,
+    inputs: Tensors,
+    gradient: Tensor | None = None,
+    curvature: Tensor | None = None,
+    *,
+    method: str = "hesscale",
+    output: Tensors | None = None,
+    retain_graph: bool = False,
+) -> tuple[Tensor | None, ...]:
+    """The curvature of ``y`` at each of ``inputs``, leaves or not, as ``torch.autograd.grad`` gives gradients.
+
+    None comes back for inputs that ``y`` does not depend on. No ``.grad`` and no ``.curvature`` is touched. Other
+    arguments as in ``backward``.
+    """
+    inputs = _as_tuple(inputs)
+    if not all(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in inputs):
+        raise ValueError("every input must be a tensor that requires grad: call requires_grad_() before the forward pass")
+    _check_seed("gradient", gradient, y)
+    if gradient is None and y.numel() != 1:
+        raise RuntimeError(_NOT_A_SCALAR.format(shape=tuple(y.shape)))
+    targets = [graphs.edge_of(tensor) for tensor in inputs]
+    walk = _arm(y, curvature, method, output, targets)
+    try:
+        grads = torch.autograd.grad(y, inputs, gradient, retain_graph=retain_graph, allow_unused=True)
+    finally:
+        walk.disarm()
+    return walk.results(targets, [None if grad is None else x for grad, x in zip(grads, inputs, strict=True)])
+
+
+_NOT_A_SCALAR = "a tensor of shape {shape} is no scalar loss: reduce it, or pass gradient= (and curvature=) as its seeds"
+_NO_GRAPH = "there is no graph to walk: the loss does not require grad (was it computed under no_grad, or detached?)"
+_TWO_LOSSES = "two attached losses meet in one backward pass: add the losses first, then attach their sum, once"
+
+
+def _as_tuple(tensors: Tensors | None) -> tuple[Tensor, ...]:
+    if tensors is None:
+        return ()
+    return (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
+
+
+def _check_seed(name: str, seed: Tensor | None, y: Tensor) -> None:
+    if not isinstance(y, Tensor):
+        raise TypeError(f"expected a tensor to start from, got {type(y).__name__}")
+    if not y.requires_grad:
+        raise RuntimeError(_NO_GRAPH)
+    if seed is not None and seed.shape != y.shape:
+        raise ValueError(f"{name} has shape {tuple(seed.shape)}, but what it seeds has shape {tuple(y.shape)}")
+
+
+def _arm(
+    y: Tensor, curvature: Tensor | None, method: str, output: Tensors | None, targets: Sequence[Edge] | None = None
+) -> Walk:
+    way = method_named(method)
+    _check_seed("curvature", curvature, y)
+    outputs = _as_tuple(output)
+    if not all(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in outputs):
+        raise ValueError("output must be a tensor (or several) of the loss's graph")
+    plan = make_plan(y, way, outputs=outputs, seeded=curvature is not None, targets=targets)
+    return Walk(plan, curvature)
+
+
+_RUNNING: Final[weakref.WeakValueDictionary[int, Walk]] = weakref.WeakValueDictionary()
+
+
+@final
+class Walk:
+    """One armed pass.
+
+    The root's hook holds it; all other hooks hold it weakly and by a node's place in the plan, so that an armed graph
+    nobody runs can still be collected.
+    """
+
+    def __init__(self, plan: Plan, seed: Tensor | None) -> None:
+        self._plan = plan
+        self._seed = seed
+        self._pending: dict[Edge, Tensor] = {}
+        self._leaves: list[tuple[Tensor, Tensor | None]] = []  # variables that torch gave a gradient, their curvature
+        self._before: list[tuple[Tensor, Tensor | None, Tensor | None]] = []  # variable, its .grad, a copy of that
+        self._handles: list[Any] = []
+        self._nested = False
+        self._arming = graphs.on_arrival(plan.visits[0], self._start)
+
+    def disarm(self) -> None:
+        """Removes every hook."""
+        self._arming.remove()
+        self._unhook()
+
+    def abort(self) -> None:
+        """Undoes what the pass has done so far: hooks, gradients (curvature is written at the end only)."""
+        self._unhook()
+        for variable, grad, copy in self._before:
+            if grad is not None and copy is not None:
+                with torch.no_grad():
+                    grad.copy_(copy)
+            variable.grad = grad
+        self._forget()
+
+    def results(self, targets: Sequence[Edge], like: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+        """The curvature at each target, zeros where none arrived, None where ``like`` is None."""
+        taken: set[int] = self._storages_of_others()
+        found = [self._pending.get(edge) for edge in targets]
+        self._forget()
+        return tuple(None if x is None else _owned(s, x, taken) for s, x in zip(found, like, strict=True))
+
+    def _start(self, grads: Sequence[Tensor | None]) -> None:
+        if self._nested:
+            return
+        self._unhook()
+        self._forget()
+        if graphs.running_backward() in _RUNNING:
+            raise RuntimeError(_TWO_LOSSES)
+        _RUNNING[graphs.running_backward()] = self
+        graphs.when_backward_ends(self._finish)
+        if graphs.running_backward_frees():
+            self._handles.append(self._arming)
+        if self._seed is not None:
+            self._give(self._plan.graph.root, self._seed)
+        walk = weakref.ref(self)
+        for place, node in enumerate(self._plan.visits[1:], start=1):
+            self._handles.append(graphs.on_arrival(node, _hook(walk, place)))
+        self.visit(0, grads)
+
+    def visit(self, place: int, grads: Sequence[Tensor | None]) -> None:
+        """What happens at one node, once torch has its gradient."""
+        if self._nested:
+            return
+        try:
+            with torch.no_grad():
+                self._visit(self._plan.visits[place], grads)
+        except BaseException:
+            self.abort()
+            raise
+
+    def _visit(self, node: Node, grads: Sequence[Tensor | None]) -> None:
+        plan = self._plan
+        s = [self._take((node, nr)) for nr in range(len(grads))]
+        if node not in plan.rules:
+            self._arrive(graphs.leaf_of(node), s[0])
+            return
+        g = grads if node in plan.loss else [None] * len(grads)
+        if node in plan.regions:
+            self._nested = True  # the region's second derivative runs nodes that carry our hooks
+            try:
+                curvatures = region_curvatures(plan.regions[node], s[0], g[0], plan.targets)
+            finally:
+                self._nested = False
+            for edge, curvature in curvatures.items():
+                self._give(edge, curvature)
+            return
+        for edge, new in zip(plan.graph.edges[node], plan.rules[node](node, s, g, plan.graph.wanted[node]), strict=True):
+            if edge is not None and new is not None:
+                self._give(edge, new)
+
+    def _give(self, edge: Edge, curvature: Tensor) -> None:
+        """Fan-out: what several consumers say of one tensor is added; their cross terms are what HesScale drops."""
+        pending = self._pending.get(edge)
+        self._pending[edge] = curvature if pending is None else pending + curvature
+
+    def _take(self, edge: Edge) -> Tensor | None:
+        return self._pending.get(edge) if edge in self._plan.targets else self._pending.pop(edge, None)
+
+    def _arrive(self, variable: Tensor, s: Tensor | None) -> None:
+        grad = variable.grad
+        self._before.append((variable, grad, None if grad is None else grad.clone()))
+        self._leaves.append((variable, s))
+
+    def _finish(self) -> None:
+        """Writes ``p.curvature`` wherever torch has written ``p.grad``."""
+        taken = self._storages_of_others()
+        for (variable, s), (_, grad, _) in zip(self._leaves, self._before, strict=True):
+            old = getattr(variable, "curvature", None)
+            if grad is None or old is None:
+                variable.curvature = _owned(s, variable, taken)  # type: ignore[attr-defined]
+            elif s is not None:
+                variable.curvature = old.add_(s)  # type: ignore[attr-defined]
+        self._unhook()
+        if not self._plan.targets:
+            self._forget()
+
+    def _storages_of_others(self) -> set[int]:
+        return set() if self._seed is None else {self._seed.untyped_storage().data_ptr()}
+
+    def _unhook(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _forget(self) -> None:
+        self._pending.clear()
+        self._leaves.clear()
+        self._before.clear()
+
+
+def _hook(walk: weakref.ref[Walk], place: int) -> Callable[[Sequence[Tensor | None]], None]:
+    def arrive(grads: Sequence[Tensor | None]) -> None:
+        running = walk()
+        if running is not None:
+            running.visit(place, grads)
+
+    return arrive
+
+
+def _owned(s: Tensor | None, like: Tensor, taken: set[int]) -> Tensor:
+    """``s`` laid out like ``like`` in memory of its own, which is added to ``taken``; zeros if there is no ``s``."""
+    if s is None:
+        return torch.zeros_like(like, requires_grad=False)
+    storage = s.untyped_storage()
+    whole = storage.nbytes() == s.numel() * s.element_size()
+    if whole and s.stride() == like.stride() and storage.data_ptr() not in taken and not s.requires_grad:
+        taken.add(storage.data_ptr())
+        return s
+    return torch.empty_like(like, dtype=s.dtype, requires_grad=False).copy_(s)

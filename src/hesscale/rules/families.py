@@ -1,0 +1,178 @@
+"""The four shapes a curvature rule can have. For y = f(x), g = ∂L/∂y and s ≈ ∂²L/∂y² (its diagonal), every rule returns
+
+    curvature at x_i  =  Σ_k (∂y_k/∂x_i)² s_k  (transport)  +  Σ_k g_k ∂²y_k/∂x_i²  (residual)
+
+for each input. A missing s is zero curvature; a missing g means that the residual is not wanted.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Curvatures = Sequence[Tensor | None]
+Factor = Tensor | float | None
+
+
+class Rule(ABC):
+    """What one operation does to curvature."""
+
+    pointwise: bool
+    """Each output element depends on one element of each input, at the same place (up to broadcasting)."""
+
+    @abstractmethod
+    def __call__(self, node: Any, s: Curvatures, g: Curvatures, wanted: Sequence[torch.Size | None]) -> Curvatures:
+        """One curvature per input of ``node``; ``s`` and ``g`` have one entry per output, ``wanted`` the shapes of
+        the inputs whose curvature is asked for (None elsewhere)."""
+
+    @abstractmethod
+    def is_linear(self, wanted: Sequence[torch.Size | None]) -> bool:
+        """Whether the node is jointly linear in the wanted inputs: it then has no residual, so it has no say in where
+        the loss ends and the network begins (see HesScaleGN in backward.py)."""
+
+
+def pull(node: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Jᵀ grads, one per input: the node's own backward, called by hand."""
+    result = node(*grads) if callable(node) else node.apply(*grads)
+    return result if isinstance(result, tuple) else (result,)
+
+
+def only(values: Curvatures) -> Tensor | None:
+    """The entry of a node's single output. Ops with further outputs that carry no gradient (indices) count too."""
+    return values[0]
+
+
+@dataclass(frozen=True)
+class Selection(Rule):
+    """Linear with coefficients 0 and 1, so that J∘J = J and the node's own backward transports curvature: Jᵀs.
+
+    ``scaled=True``: each input element feeds at most one output, with any coefficient c; then Jᵀs ∘ Jᵀ1 = c²s.
+    """
+
+    scaled: bool = False
+    pointwise: bool = False
+
+    def __call__(self, node: Any, s: Curvatures, g: Curvatures, wanted: Sequence[torch.Size | None]) -> Curvatures:
+        if all(entry is None for entry in s):
+            return (None,) * len(wanted)
+        moved = pull(node, *s)
+        if not self.scaled:
+            return moved
+        ones = pull(node, *(None if entry is None else torch.ones_like(entry) for entry in s))
+        return [None if m is None or c is None else m * c for m, c in zip(moved, ones, strict=True)]
+
+    def is_linear(self, wanted: Sequence[torch.Size | None]) -> bool:
+        return True
+
+
+Pair = tuple[Factor, Factor]
+
+
+@dataclass(frozen=True)
+class Elementwise(Rule):
+    """y_i = f(x_i, …):  f'² s + f'' g  for each input, summed over the places an input was broadcast to.
+
+    ``derivatives(node)`` gives (f', f''), or one such pair per input. f'' None or 0 is zero. For one input f' may be
+    None: the node's own backward, applied twice, is f'² s. Without ``derivatives`` f is piecewise linear.
+    ``linear`` lists groups of inputs in which f is jointly linear: add ((0, 1),), mul ((0,), (1,)), div ((0,),).
+    """
+
+    derivatives: Callable[[Any], Pair | Sequence[Pair]] | None = None
+    linear: tuple[tuple[int, ...], ...] = ()
+    pointwise: bool = True
+
+    def __call__(self, node: Any, s: Curvatures, g: Curvatures, wanted: Sequence[torch.Size | None]) -> Curvatures:
+        s0, g0 = only(s), only(g)
+        if s0 is None and g0 is None:
+            return (None,) * len(wanted)
+        pairs: Any = (None, None) if self.derivatives is None else self.derivatives(node)
+        if not isinstance(pairs[0], tuple):
+            return (_unary(node, pairs, s0, g0),)
+        return [
+            None if shape is None else _reduced(_curvature(pair, s0, g0), shape)
+            for pair, shape in zip(pairs, wanted, strict=True)
+        ]
+
+    def is_linear(self, wanted: Sequence[torch.Size | None]) -> bool:
+        inputs = {i for i, shape in enumerate(wanted) if shape is not None}
+        return any(inputs <= set(group) for group in self.linear)
+
+
+def _unary(node: Any, pair: Pair, s: Tensor | None, g: Tensor | None) -> Tensor | None:
+    first, second = pair
+    if first is not None or s is None:
+        return _curvature(pair, s, g)
+    (transport,) = pull(node, *pull(node, s))
+    residual = _curvature((None, second), None, g)
+    return transport if residual is None or transport is None else transport + residual
+
+
+def _curvature(pair: Pair, s: Tensor | None, g: Tensor | None) -> Tensor | None:
+    first, second = pair
+    transport = None if s is None or first is None else s * (first * first)
+    residual = None if g is None or second is None else g * second
+    if transport is None or residual is None:
+        return residual if transport is None else transport
+    return transport + residual
+
+
+def _reduced(curvature: Tensor | None, shape: torch.Size) -> Tensor | None:
+    return None if curvature is None else curvature.sum_to_size(shape)
+
+
+@dataclass(frozen=True)
+class Bilinear(Rule):
+    """y = A ∘ B for a product ∘: the ordinary backward with squared operands, and no residual.
+
+    ``backward(node, s, wanted, *squares)`` returns one curvature per input; ``operands`` names the saved tensors whose
+    squares it gets (None where torch did not save one because nothing needs it). ``linear`` as in Elementwise.
+    """
+
+    backward: Callable[..., Curvatures]
+    operands: tuple[str, ...]
+    linear: tuple[tuple[int, ...], ...] = ((0,), (1,))
+    pointwise: bool = False
+
+    def __call__(self, node: Any, s: Curvatures, g: Curvatures, wanted: Sequence[torch.Size | None]) -> Curvatures:
+        s0 = only(s)
+        if s0 is None:
+            return (None,) * len(wanted)
+        saved = (getattr(node, f"_saved_{name}") for name in self.operands)
+        return self.backward(node, s0, wanted, *(None if tensor is None else tensor.square() for tensor in saved))
+
+    def is_linear(self, wanted: Sequence[torch.Size | None]) -> bool:
+        inputs = {i for i, shape in enumerate(wanted) if shape is not None}
+        return any(inputs <= set(group) for group in self.linear)
+
+
+@dataclass(frozen=True)
+class Coupled(Rule):
+    """Outputs that depend on many inputs: transport and residual in closed form.
+
+    ``curvature(node, s, g)`` returns the curvature of the one input, or a tuple with one per input. ``s`` and ``g`` are
+    tensors (None if missing), or tuples of them with ``outputs`` > 1.
+    """
+
+    curvature: Callable[[Any, Any, Any], Tensor | None | Curvatures]
+    outputs: int = 1
+    linear: bool = False
+    pointwise: bool = False
+
+    def __call__(self, node: Any, s: Curvatures, g: Curvatures, wanted: Sequence[torch.Size | None]) -> Curvatures:
+        if all(entry is None for entry in (*s, *g)):
+            return (None,) * len(wanted)
+        result = self.curvature(node, only(s), only(g)) if self.outputs == 1 else self.curvature(node, s, g)
+        return result if isinstance(result, (tuple, list)) else (result,)  # type: ignore[return-value]
+
+    def is_linear(self, wanted: Sequence[torch.Size | None]) -> bool:
+        return self.linear
+
+
+def signed(dim: int) -> int:
+    """A saved dimension as written by the user: nodes hand negative ones over as unsigned 64-bit numbers."""
+    return dim - 2**64 if dim >= 2**63 else dim

@@ -1,0 +1,131 @@
+"""Matrix products in all their forms: the ordinary backward with squared operands."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .families import Bilinear, Coupled, Curvatures
+from .table import register
+
+Shapes = Sequence[torch.Size | None]
+Square = Tensor | None
+
+
+def _left(s: Tensor, b2: Square, shape: torch.Size | None) -> Tensor | None:
+    """Curvature of A in y = AB:  s (B²)ᵀ."""
+    return None if shape is None or b2 is None else s @ b2.mT
+
+
+def _right(s: Tensor, a2: Square, shape: torch.Size | None, *, transposed: bool = False) -> Tensor | None:
+    """Curvature of B in y = AB:  (A²)ᵀ s, laid out like the transpose of a contiguous matrix if B is one."""
+    if shape is None or a2 is None:
+        return None
+    return (s.mT @ a2).mT if transposed else a2.mT @ s
+
+
+def _is_transposed(strides: Sequence[int]) -> bool:
+    return strides[0] == 1 and strides[1] != 1
+
+
+def mm(node: Any, s: Tensor, wanted: Shapes, a2: Square, b2: Square) -> Curvatures:
+    """y = AB:  s (B²)ᵀ  and  (A²)ᵀ s."""
+    transposed = _is_transposed(node._saved_mat2_sym_strides)
+    return _left(s, b2, wanted[0]), _right(s, a2, wanted[1], transposed=transposed)
+
+
+def addmm(node: Any, s: Tensor, wanted: Shapes, a2: Square, b2: Square) -> Curvatures:
+    """y = βC + αAB:  β²s summed to C,  α²s (B²)ᵀ  and  (A²)ᵀ α²s."""
+    scaled = _scaled(s, node._saved_alpha)
+    transposed = _is_transposed(node._saved_mat2_sym_strides)
+    left, right = _left(scaled, b2, wanted[1]), _right(scaled, a2, wanted[2], transposed=transposed)
+    return _added(s, node._saved_beta, wanted[0]), left, right
+
+
+def bmm(node: Any, s: Tensor, wanted: Shapes, a2: Square, b2: Square) -> Curvatures:
+    """y_n = A_n B_n, as mm."""
+    return _left(s, b2, wanted[0]), _right(s, a2, wanted[1])
+
+
+def baddbmm(node: Any, s: Tensor, wanted: Shapes, a2: Square, b2: Square) -> Curvatures:
+    """y_n = βC_n + αA_n B_n, as addmm; also y = βC + α Σ_n A_n B_n, where s broadcasts over n."""
+    scaled = _scaled(s, node._saved_alpha)
+    return _added(s, node._saved_beta, wanted[0]), _left(scaled, b2, wanted[1]), _right(scaled, a2, wanted[2])
+
+
+def mv(node: Any, s: Tensor, wanted: Shapes, a2: Square, v2: Square) -> Curvatures:
+    """y = Av:  s (v²)ᵀ  and  (A²)ᵀ s."""
+    matrix = None if wanted[0] is None or v2 is None else torch.outer(s, v2)
+    return matrix, None if wanted[1] is None or a2 is None else a2.mT @ s
+
+
+def addmv(node: Any, s: Tensor, wanted: Shapes, a2: Square, v2: Square) -> Curvatures:
+    """y = βc + αAv, as mv."""
+    return _added(s, node._saved_beta, wanted[0]), *mv(node, _scaled(s, node._saved_alpha), wanted[1:], a2, v2)
+
+
+def addr(node: Any, s: Tensor, wanted: Shapes, u2: Square, v2: Square) -> Curvatures:
+    """y = βC + αuvᵀ:  β²s,  α² s v²,  α² sᵀ u²."""
+    scaled = _scaled(s, node._saved_alpha)
+    first = None if wanted[1] is None or v2 is None else scaled @ v2
+    return _added(s, node._saved_beta, wanted[0]), first, None if wanted[2] is None or u2 is None else scaled.mT @ u2
+
+
+def trilinear(node: Any, s: Tensor, wanted: Shapes, *squares: Square) -> Curvatures:
+    """y = Σ a·b·c over broadcast dimensions (nn.Bilinear): each input meets the squares of the other two."""
+    expanded = [
+        None if square is None else _unsqueezed(square, dims)
+        for square, dims in zip(squares, (node._saved_expand1, node._saved_expand2, node._saved_expand3), strict=True)
+    ]
+    s = _unsqueezed(s, node._saved_sumdim)
+    results: list[Tensor | None] = []
+    for i, dims in enumerate((node._saved_expand1, node._saved_expand2, node._saved_expand3)):
+        first, second = (expanded[j] for j in range(3) if j != i)
+        if wanted[i] is None or first is None or second is None:
+            results.append(None)
+        else:
+            results.append((s * first * second).sum(dims) if dims else s * first * second)
+    return results
+
+
+def dot(node: Any, s: Tensor | None, g: Tensor | None) -> Curvatures:
+    """y = aᵀb:  s b²  and  s a²;  y = aᵀa:  4a²s + 2g, given to one of the two edges."""
+    a = node._saved_self
+    b = node._saved_tensor if hasattr(node, "_saved_tensor") else node._saved_other
+    (first, second) = node.next_functions
+    if first == second:
+        transport = None if s is None else 4 * s * a.square()
+        residual = None if g is None else (2 * g).expand_as(a)
+        return (transport + residual if transport is not None and residual is not None else transport or residual), None
+    if s is None:
+        return None, None
+    return None if b is None else s * b.square(), None if a is None else s * a.square()
+
+
+def _scaled(s: Tensor, alpha: float) -> Tensor:
+    return s if alpha == 1 else s * alpha**2
+
+
+def _added(s: Tensor, beta: float, shape: torch.Size | None) -> Tensor | None:
+    return None if shape is None else _scaled(s, beta).sum_to_size(shape)
+
+
+def _unsqueezed(tensor: Tensor, dims: Sequence[int]) -> Tensor:
+    for dim in sorted(dims):
+        tensor = tensor.unsqueeze(dim)
+    return tensor
+
+
+_ADDED = ((0, 1), (0, 2))  # linear in the addend and in either factor
+register(Bilinear(mm, ("self", "mat2")), "MmBackward0")
+register(Bilinear(addmm, ("mat1", "mat2"), _ADDED), "AddmmBackward0")
+register(Bilinear(bmm, ("self", "mat2")), "BmmBackward0")
+register(Bilinear(baddbmm, ("batch1", "batch2"), _ADDED), "BaddbmmBackward0", "AddbmmBackward0")
+register(Bilinear(mv, ("self", "vec")), "MvBackward0")
+register(Bilinear(addmv, ("mat", "vec"), _ADDED), "AddmvBackward0")
+register(Bilinear(addr, ("vec1", "vec2"), _ADDED), "AddrBackward0")
+register(Bilinear(trilinear, ("i1", "i2", "i3"), ((0,), (1,), (2,))), "TrilinearBackward0")
+register(Coupled(dot), "DotBackward0", "VdotBackward0")

@@ -1,0 +1,69 @@
+"""Checks to run on rules and estimates of one's own: against second derivatives that torch computes exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .backward import diagonal
+
+
+def exact_diagonal(y: Tensor, inputs: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The exact diagonal of the Hessian of a scalar ``y`` at each of ``inputs``, by one double backward per entry.
+
+    Same arguments as ``hesscale.diagonal``, for networks of some thousand parameters. The graph is kept.
+    """
+    inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+    grads = torch.autograd.grad(y, inputs, create_graph=True, allow_unused=True)
+    return tuple(_diagonal_of(grad, x) for grad, x in zip(grads, inputs, strict=True))
+
+
+def _diagonal_of(grad: Tensor | None, x: Tensor) -> Tensor:
+    result = torch.zeros_like(x, memory_format=torch.contiguous_format, requires_grad=False)
+    if grad is None or not grad.requires_grad:
+        return result
+    for i, entry in enumerate(grad.reshape(-1)):
+        (row,) = torch.autograd.grad(entry, x, retain_graph=True, allow_unused=True)
+        if row is not None:
+            result.view(-1)[i] = row.reshape(-1)[i]
+    return result
+
+
+def check_rule(
+    function: Callable[..., Any],
+    *inputs: Any,
+    method: str = "hesscale",
+    tolerance: float = 1e-10,
+    seed: int = 0,
+) -> None:
+    """Raises AssertionError unless the curvature of ``function(*inputs)`` is exact when the Hessian at its output is
+    diagonal, as it is for every single node with a right rule.
+
+    With random g and s it compares the diagonal of ``L(x) = Σ g·(f(x) − y₀) + ½ Σ s·(f(x) − y₀)²`` at every input that
+    requires grad with ``exact_diagonal``. Give float64 inputs, away from kinks.
+    """
+    leaves = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
+    if not leaves:
+        raise ValueError("at least one input must be a tensor that requires grad")
+    y = _flat_outputs(function(*inputs))
+    generator = torch.Generator().manual_seed(seed)
+    g, s = (torch.randn(y.shape, generator=generator, dtype=y.dtype).to(y.device) for _ in range(2))
+    offset = y - y.detach()
+    loss = (g * offset).sum() + (s * offset.square()).sum() / 2
+    exact = exact_diagonal(loss, leaves)
+    found = diagonal(y, leaves, g, s, method=method)
+    for index, (ours, theirs) in enumerate(zip(found, exact, strict=True)):
+        ours = torch.zeros_like(theirs) if ours is None else ours
+        torch.testing.assert_close(
+            ours, theirs, rtol=tolerance, atol=tolerance, msg=lambda text, i=index: f"differentiable input {i}: {text}"
+        )
+
+
+def _flat_outputs(outputs: Any) -> Tensor:
+    """The output, or all differentiable ones in one vector: views and cat are selections, so they couple nothing."""
+    if isinstance(outputs, Tensor):
+        return outputs
+    return torch.cat([output.reshape(-1) for output in outputs if output.requires_grad])
