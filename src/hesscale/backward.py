@@ -213,18 +213,18 @@ class Walk:
             self._arrive(graphs.leaf_of(node), s[0])
             return
         g = grads if node in plan.loss else [None] * len(grads)
-        if node in plan.regions:
-            self._nested = True  # the region's second derivative runs nodes that carry our hooks
-            try:
-                curvatures = region_curvatures(plan.regions[node], s[0], g[0], plan.targets)
-            finally:
-                self._nested = False
-            for edge, curvature in curvatures.items():
+        self._nested = True  # second derivatives may run nodes that carry our hooks
+        try:
+            if node in plan.regions:
+                given = region_curvatures(plan.regions[node], s[0], g[0], plan.targets)
+            else:
+                curvatures = plan.rules[node](node, s, g, plan.graph.wanted[node])
+                given = list(zip(plan.graph.edges[node], curvatures, strict=True))
+        finally:
+            self._nested = False
+        for edge, curvature in given:
+            if edge is not None and curvature is not None:
                 self._give(edge, curvature)
-            return
-        for edge, new in zip(plan.graph.edges[node], plan.rules[node](node, s, g, plan.graph.wanted[node]), strict=True):
-            if edge is not None and new is not None:
-                self._give(edge, new)
 
     def _give(self, edge: Edge, curvature: Tensor) -> None:
         """Fan-out: what several consumers say of one tensor is added; their cross terms are what HesScale drops."""
@@ -277,7 +277,7 @@ def _hook(walk: weakref.ref[Walk], place: int) -> Callable[[Sequence[Tensor | No
 
 def _owned(s: Tensor | None, like: Tensor, taken: set[int]) -> Tensor:
     """``s`` laid out like ``like`` in memory of its own, which is added to ``taken``; zeros if there is no ``s``."""
-    if s is None:
+    if s is None or s._is_zerotensor():  # torch's zeros without memory
         return torch.zeros_like(like, requires_grad=False)
     storage = s.untyped_storage()
     whole = storage.nbytes() == s.numel() * s.element_size()

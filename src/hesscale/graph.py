@@ -161,34 +161,6 @@ def _is_freed(node: Node, name: str) -> bool:
     return False
 
 
-def differentiate(first: Tensor, edge: Edge, others: Iterable[Edge] = ()) -> Tensor | None:
-    """d(Σ first)/d(edge) with ``others`` held fixed, by a nested backward that leaves the graph as it is.
-
-    None where ``first`` does not depend on the edge.
-    """
-    if not first.requires_grad:
-        return None
-    # an edge held fixed may itself depend on `edge`: stop the nested run there
-    fixed = {node for node, _ in others if node is not edge[0] and node.name() != LEAF}
-    handles = [node.register_prehook(_zeros) for node in fixed]
-    try:
-        (result,) = torch.autograd.grad(
-            first,
-            torch.autograd.graph.GradientEdge(*edge),
-            grad_outputs=torch.ones_like(first),
-            retain_graph=True,
-            allow_unused=True,
-        )
-    finally:
-        for handle in handles:
-            handle.remove()
-    return result
-
-
-def _zeros(grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    return tuple(None if grad is None else torch.zeros_like(grad) for grad in grads)
-
-
 def on_arrival(node: Node, action: Callable[[Sequence[Tensor | None]], None]) -> Any:
     """Calls ``action(grads)`` just before the node runs; returns a handle with ``remove()``."""
     return node.register_prehook(action)  # type: ignore[arg-type]  # torch types the hook as returning grads

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from .graph import Edge, Graph, differentiate
-from .rules.families import Rule, pull
+from .graph import LEAF, Edge, Graph
+from .rules.calculus import added, differentiate, pull
+from .rules.families import Rule
 
 _LARGEST = 128  # nodes; a larger expression is treated node by node, which keeps the search linear in the graph
 
@@ -95,22 +96,19 @@ def _leading_to(meetings: set[Edge], nodes: list[Node], graph: Graph) -> Region:
 
 def region_curvatures(
     region: Region, s: Tensor | None, g: Tensor | None, also: Set[Edge] = frozenset()
-) -> dict[Edge, Tensor]:
+) -> list[tuple[Edge | None, Tensor | None]]:
     """f'² s + f'' g at every source of the region, and at the edges inside it that ``also`` asks for."""
     seed = s if s is not None else g
     if seed is None:
-        return {}
+        return []
     first = _pull_back(region, torch.ones_like(seed))
     with torch.enable_grad():
         weighted = {} if g is None else _pull_back(region, g)
-    results: dict[Edge, Tensor] = {}
+    ends = [node for node, _ in region.sources if node.name() != LEAF]
+    results: list[tuple[Edge | None, Tensor | None]] = []
     for edge in (*region.sources, *(edge for edge in first if edge in also and edge not in region.sources)):
         transport = None if s is None or edge not in first else s * first[edge].square()
-        others = [source for source in region.sources if source != edge]
-        residual = differentiate(weighted[edge], edge, others) if edge in weighted else None
-        terms = [term for term in (transport, residual) if term is not None]
-        if terms:
-            results[edge] = sum(terms[1:], terms[0])
+        results.append((edge, added(transport, differentiate(weighted.get(edge), edge, fixed=ends))))
     return results
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -35,34 +36,40 @@ def _diagonal_of(grad: Tensor | None, x: Tensor) -> Tensor:
 def check_rule(
     function: Callable[..., Any],
     *inputs: Any,
+    reference: Callable[..., Any] | None = None,
     method: str = "hesscale",
     tolerance: float = 1e-10,
     seed: int = 0,
 ) -> None:
-    """Raises AssertionError unless the curvature of ``function(*inputs)`` is exact when the Hessian at its output is
-    diagonal, as it is for every single node with a right rule.
+    """Raises AssertionError unless the curvature of ``function(*inputs)`` is exact whenever the Hessian at its output
+    is diagonal, as it is for every single node with a right rule.
 
     With random g and s it compares the diagonal of ``L(x) = Σ g·(f(x) − y₀) + ½ Σ s·(f(x) − y₀)²`` at every input that
-    requires grad with ``exact_diagonal``. Give float64 inputs, away from kinks.
+    requires grad with ``exact_diagonal``. Give float64 inputs, away from kinks. ``reference`` computes the same as
+    ``function`` in other operations, for one that torch cannot differentiate twice.
     """
     leaves = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
     if not leaves:
         raise ValueError("at least one input must be a tensor that requires grad")
-    y = _flat_outputs(function(*inputs))
+    y = _joined(function(*inputs))
     generator = torch.Generator().manual_seed(seed)
     g, s = (torch.randn(y.shape, generator=generator, dtype=y.dtype).to(y.device) for _ in range(2))
-    offset = y - y.detach()
-    loss = (g * offset).sum() + (s * offset.square()).sum() / 2
-    exact = exact_diagonal(loss, leaves)
+    twin = y if reference is None else _joined(reference(*inputs))
+    torch.testing.assert_close(twin, y, msg=lambda text: f"function and reference differ: {text}")
+    offset = twin - twin.detach()
+    exact = exact_diagonal((g * offset).sum() + (s * offset.square()).sum() / 2, leaves)
     found = diagonal(y, leaves, g, s, method=method)
     for index, (ours, theirs) in enumerate(zip(found, exact, strict=True)):
-        ours = torch.zeros_like(theirs) if ours is None else ours
         torch.testing.assert_close(
-            ours, theirs, rtol=tolerance, atol=tolerance, msg=lambda text, i=index: f"differentiable input {i}: {text}"
+            torch.zeros_like(theirs) if ours is None else ours,
+            theirs,
+            rtol=tolerance,
+            atol=tolerance,
+            msg=functools.partial("curvature at differentiable input {}: {}".format, index),
         )
 
 
-def _flat_outputs(outputs: Any) -> Tensor:
+def _joined(outputs: Any) -> Tensor:
     """The output, or all differentiable ones in one vector: views and cat are selections, so they couple nothing."""
     if isinstance(outputs, Tensor):
         return outputs

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .calculus import added, pull
+
 Curvatures = Sequence[Tensor | None]
 Factor = Tensor | float | None
 
@@ -36,12 +38,6 @@ class Rule(ABC):
         the loss ends and the network begins (see HesScaleGN in backward.py)."""
 
 
-def pull(node: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Jᵀ grads, one per input: the node's own backward, called by hand."""
-    result = node(*grads) if callable(node) else node.apply(*grads)
-    return result if isinstance(result, tuple) else (result,)
-
-
 def only(values: Curvatures) -> Tensor | None:
     """The entry of a node's single output. Ops with further outputs that carry no gradient (indices) count too."""
     return values[0]
@@ -51,10 +47,12 @@ def only(values: Curvatures) -> Tensor | None:
 class Selection(Rule):
     """Linear with coefficients 0 and 1, so that J∘J = J and the node's own backward transports curvature: Jᵀs.
 
-    ``scaled=True``: each input element feeds at most one output, with any coefficient c; then Jᵀs ∘ Jᵀ1 = c²s.
+    ``scaled``: each input element feeds at most one output, with any coefficient c; then Jᵀs ∘ Jᵀ1 = c²s.
+    ``linear=False``: which elements are selected depends on their values (max, sort), so f is only piecewise linear.
     """
 
     scaled: bool = False
+    linear: bool = True
     pointwise: bool = False
 
     def __call__(self, node: Any, s: Curvatures, g: Curvatures, wanted: Sequence[torch.Size | None]) -> Curvatures:
@@ -67,7 +65,7 @@ class Selection(Rule):
         return [None if m is None or c is None else m * c for m, c in zip(moved, ones, strict=True)]
 
     def is_linear(self, wanted: Sequence[torch.Size | None]) -> bool:
-        return True
+        return self.linear
 
 
 Pair = tuple[Factor, Factor]
@@ -107,18 +105,16 @@ def _unary(node: Any, pair: Pair, s: Tensor | None, g: Tensor | None) -> Tensor 
     first, second = pair
     if first is not None or s is None:
         return _curvature(pair, s, g)
-    (transport,) = pull(node, *pull(node, s))
-    residual = _curvature((None, second), None, g)
-    return transport if residual is None or transport is None else transport + residual
+    (once,) = pull(node, s)
+    transport = None if once is None else pull(node, once)[0]
+    return added(transport, _curvature((None, second), None, g))
 
 
 def _curvature(pair: Pair, s: Tensor | None, g: Tensor | None) -> Tensor | None:
     first, second = pair
     transport = None if s is None or first is None else s * (first * first)
     residual = None if g is None or second is None else g * second
-    if transport is None or residual is None:
-        return residual if transport is None else transport
-    return transport + residual
+    return added(transport, residual)
 
 
 def _reduced(curvature: Tensor | None, shape: torch.Size) -> Tensor | None:

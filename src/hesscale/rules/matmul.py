@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .calculus import added
 from .families import Bilinear, Coupled, Curvatures
 from .table import register
 
@@ -28,7 +29,7 @@ def _right(s: Tensor, a2: Square, shape: torch.Size | None, *, transposed: bool 
 
 
 def _is_transposed(strides: Sequence[int]) -> bool:
-    return strides[0] == 1 and strides[1] != 1
+    return len(strides) == 2 and strides[0] == 1 != strides[1]  # no strides: the matrix needs no gradient
 
 
 def mm(node: Any, s: Tensor, wanted: Shapes, a2: Square, b2: Square) -> Curvatures:
@@ -74,20 +75,22 @@ def addr(node: Any, s: Tensor, wanted: Shapes, u2: Square, v2: Square) -> Curvat
     return _added(s, node._saved_beta, wanted[0]), first, None if wanted[2] is None or u2 is None else scaled.mT @ u2
 
 
-def trilinear(node: Any, s: Tensor, wanted: Shapes, *squares: Square) -> Curvatures:
-    """y = Σ a·b·c over broadcast dimensions (nn.Bilinear): each input meets the squares of the other two."""
-    expanded = [
-        None if square is None else _unsqueezed(square, dims)
-        for square, dims in zip(squares, (node._saved_expand1, node._saved_expand2, node._saved_expand3), strict=True)
-    ]
-    s = _unsqueezed(s, node._saved_sumdim)
+def trilinear(node: Any, s: Tensor | None, g: Tensor | None) -> Curvatures:
+    """y = Σ a·b·c over some dimensions of a broadcast product (nn.Bilinear). The derivative in a is b·c, summed over
+    the dimensions that a lacks and y has lost; its square is weighted by s and summed over those that a lacks."""
+    lacking = [list(dims) for dims in (node._saved_expand1, node._saved_expand2, node._saved_expand3)]
+    saved = (node._saved_i1, node._saved_i2, node._saved_i3)
+    operands = [None if x is None else _unsqueezed(x, dims) for x, dims in zip(saved, lacking, strict=True)]
     results: list[Tensor | None] = []
-    for i, dims in enumerate((node._saved_expand1, node._saved_expand2, node._saved_expand3)):
-        first, second = (expanded[j] for j in range(3) if j != i)
-        if wanted[i] is None or first is None or second is None:
+    for i, dims in enumerate(lacking):
+        first, second = (operands[j] for j in range(3) if j != i)
+        if s is None or first is None or second is None or node.next_functions[i][0] is None:
             results.append(None)
-        else:
-            results.append((s * first * second).sum(dims) if dims else s * first * second)
+            continue
+        lost = [dim for dim in dims if dim in node._saved_sumdim]
+        slope = (first * second).sum(lost, keepdim=True) if lost else first * second
+        curvature = slope.square() * _unsqueezed(s, node._saved_sumdim)
+        results.append(curvature.sum(dims) if dims else curvature)
     return results
 
 
@@ -99,7 +102,7 @@ def dot(node: Any, s: Tensor | None, g: Tensor | None) -> Curvatures:
     if first == second:
         transport = None if s is None else 4 * s * a.square()
         residual = None if g is None else (2 * g).expand_as(a)
-        return (transport + residual if transport is not None and residual is not None else transport or residual), None
+        return added(transport, residual), None
     if s is None:
         return None, None
     return None if b is None else s * b.square(), None if a is None else s * a.square()
@@ -127,5 +130,5 @@ register(Bilinear(baddbmm, ("batch1", "batch2"), _ADDED), "BaddbmmBackward0", "A
 register(Bilinear(mv, ("self", "vec")), "MvBackward0")
 register(Bilinear(addmv, ("mat", "vec"), _ADDED), "AddmvBackward0")
 register(Bilinear(addr, ("vec1", "vec2"), _ADDED), "AddrBackward0")
-register(Bilinear(trilinear, ("i1", "i2", "i3"), ((0,), (1,), (2,))), "TrilinearBackward0")
+register(Coupled(trilinear), "TrilinearBackward0")
 register(Coupled(dot), "DotBackward0", "VdotBackward0")

@@ -39,15 +39,34 @@ register(
     "GatherBackward0",
     "IndexBackward0",
     "IndexSelectBackward0",
-    "KthvalueBackward0",
     "MaskedSelectBackward0",
+    "TakeBackward0",
+)
+# picking elements by their values
+register(
+    Selection(linear=False),
+    "CummaxBackward0",
+    "CumminBackward0",
+    "KthvalueBackward0",
+    "MaxBackward0",
     "MedianBackward1",
+    "MinBackward0",
     "ModeBackward0",
     "NanmedianBackward1",
     "SortBackward0",
     "SortBackward1",
-    "TakeBackward0",
     "TopkBackward0",
+)
+# the same where torch divides the gradient among equal elements
+register(
+    Selection(scaled=True, linear=False),
+    "AmaxBackward0",
+    "AminBackward0",
+    "AminmaxBackward0",
+    "MaxBackward1",
+    "MedianBackward0",
+    "MinBackward1",
+    "NanmedianBackward0",
 )
 # writing elements by index
 register(
@@ -66,6 +85,18 @@ register(
     "SelectScatterBackward0",
     "SliceScatterBackward0",
 )
+register(Selection(scaled=True), "IndexAddBackward0")
+register(Selection(scaled=True, linear=False), "IndexReduceBackward0", "ScatterReduceBackward0")
+# sums
+register(
+    Selection(),
+    "CumsumBackward0",
+    "NansumBackward0",
+    "SumBackward0",
+    "SumBackward1",
+    "TraceBackward0",
+)
+register(Selection(scaled=True), "MeanBackward0", "MeanBackward1")
 # joining, splitting and repeating
 register(
     Selection(),
@@ -79,6 +110,18 @@ register(
     "UnbindBackward0",
     "UnsafeSplitBackward0",
     "UnsafeSplitWithSizesBackward0",
+)
+# patches of images
+register(
+    Selection(),
+    "Col2ImBackward0",
+    "Im2ColBackward0",
+    "UpsampleNearest1DBackward0",
+    "UpsampleNearest2DBackward0",
+    "UpsampleNearest3DBackward0",
+    "UpsampleNearestExact1DBackward0",
+    "UpsampleNearestExact2DBackward0",
+    "UpsampleNearestExact3DBackward0",
 )
 # padding and cutting
 register(

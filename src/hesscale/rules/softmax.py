@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from .calculus import added
 from .families import Coupled, Elementwise, Pair, signed
 from .table import RULES, register
 
@@ -15,7 +16,7 @@ def log_softmax(node: Any, s: Tensor | None, g: Tensor | None) -> Tensor | None:
     q, dim = node._saved_result.exp(), signed(node._saved_dim)
     transport = None if s is None else s - 2 * q * s + q * q * s.sum(dim, keepdim=True)
     residual = None if g is None else (q * q - q) * g.sum(dim, keepdim=True)
-    return _sum(transport, residual)
+    return added(transport, residual)
 
 
 def softmax(node: Any, s: Tensor | None, g: Tensor | None) -> Tensor | None:
@@ -26,7 +27,7 @@ def softmax(node: Any, s: Tensor | None, g: Tensor | None) -> Tensor | None:
         transport = q * q * (s - 2 * q * s + (q * q * s).sum(dim, keepdim=True))
     if g is not None:
         residual = q * (1 - 2 * q) * (g - (q * g).sum(dim, keepdim=True))
-    return _sum(transport, residual)
+    return added(transport, residual)
 
 
 def logsumexp(node: Any, s: Tensor | None, g: Tensor | None) -> Tensor | None:
@@ -38,13 +39,7 @@ def logsumexp(node: Any, s: Tensor | None, g: Tensor | None) -> Tensor | None:
     q = (x - result.reshape(shape)).exp()
     transport = None if s is None else q * q * s.reshape(shape)
     residual = None if g is None else (q - q * q) * g.reshape(shape)
-    return _sum(transport, residual)
-
-
-def _sum(transport: Tensor | None, residual: Tensor | None) -> Tensor | None:
-    if transport is None or residual is None:
-        return residual if transport is None else transport
-    return transport + residual
+    return added(transport, residual)
 
 
 def elementwise_log_softmax(node: Any) -> Pair:

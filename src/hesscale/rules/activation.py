@@ -1,0 +1,139 @@
+"""Activation functions of torch.nn that are nodes of their own (tanh is in elementwise.py)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .calculus import added
+from .elementwise import of_result
+from .families import Coupled, Elementwise, Pair, signed
+from .table import register
+
+register(of_result(lambda y: y * (1 - y) * (1 - 2 * y)), "SigmoidBackward0")
+
+
+def log_sigmoid(node: Any) -> Pair:
+    """log σ(x):  −σ(1 − σ)."""
+    sigma = torch.sigmoid(node._saved_self)
+    return None, -sigma * (1 - sigma)
+
+
+def softplus(node: Any) -> Pair:
+    """log(1 + e^(βx))/β:  β σ(βx)(1 − σ(βx)), and zero where torch returns x itself."""
+    x, beta = node._saved_self, node._saved_beta
+    sigma = torch.sigmoid(beta * x)
+    return None, (beta * sigma * (1 - sigma)).masked_fill(beta * x > node._saved_threshold, 0.0)
+
+
+def elu(node: Any) -> Pair:
+    """c·α(e^(kx) − 1) for x ≤ 0:  c·α·k² e^(kx); SELU is ELU with another c and α."""
+    x, k = node._saved_self, node._saved_input_scale
+    second = node._saved_scale * node._saved_alpha * k**2 * (k * x).clamp_max(0).exp()
+    return None, second.masked_fill(x > 0, 0.0)
+
+
+def elu_in_place(node: Any) -> Pair:
+    """ELU from its result y = c·α(e^(kx) − 1):  k²(y + c·α)."""
+    y = node._saved_result
+    second = node._saved_input_scale**2 * (y + node._saved_scale * node._saved_alpha)
+    return None, second.masked_fill(y > 0, 0.0)
+
+
+def celu(node: Any) -> Pair:
+    """α(e^(x/α) − 1) for x ≤ 0:  e^(x/α)/α."""
+    x, alpha = node._saved_self, node._saved_alpha
+    return None, ((x / alpha).clamp_max(0).exp() / alpha).masked_fill(x > 0, 0.0)
+
+
+def celu_in_place(node: Any) -> Pair:
+    """CELU from its result y:  (y + α)/α²."""
+    y, alpha = node._saved_result, node._saved_alpha
+    return None, ((y + alpha) / alpha**2).masked_fill(y > 0, 0.0)
+
+
+def gelu(node: Any) -> Pair:
+    """xΦ(x):  φ(x)(2 − x²), or the tanh form's."""
+    x = node._saved_self
+    if node._saved_approximate == "tanh":
+        return None, _gelu_tanh(x)
+    return None, (-x.square() / 2).exp() * (2 - x.square()) / math.sqrt(2 * math.pi)
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    """½x(1 + t), t = tanh u, u = k(x + cx³):  (1 − t²)(u' + ½x(u'' − 2t u'²))."""
+    k, c = math.sqrt(2 / math.pi), 0.044715
+    t = torch.tanh(k * (x + c * x**3))
+    first, second = k * (1 + 3 * c * x.square()), 6 * k * c * x
+    return (1 - t.square()) * (first + x / 2 * (second - 2 * t * first.square()))
+
+
+def silu(node: Any) -> Pair:
+    """xσ(x):  σ(1 − σ)(2 + x(1 − 2σ))."""
+    x = node._saved_self
+    sigma = torch.sigmoid(x)
+    return None, sigma * (1 - sigma) * (2 + x * (1 - 2 * sigma))
+
+
+def mish(node: Any) -> Pair:
+    """x·w, w = tanh(softplus(x)):  (1 − w²)σ(2 + x(1 − σ) − 2xwσ)."""
+    x = node._saved_self
+    sigma, w = torch.sigmoid(x), torch.tanh(torch.nn.functional.softplus(x))
+    return None, (1 - w * w) * sigma * (2 + x * (1 - sigma) - 2 * x * w * sigma)
+
+
+def hardswish(node: Any) -> Pair:
+    """x(x + 3)/6 on (−3, 3):  1/3 there."""
+    x = node._saved_self
+    return None, (x.abs() < 3).to(x.dtype) / 3
+
+
+def prelu(node: Any) -> tuple[Pair, Pair]:
+    """x for x ≥ 0, else wx."""
+    x, w = node._saved_self, node._saved_weight
+    positive = x >= 0
+    return (torch.where(positive, 1.0, w), None), (x.masked_fill(positive, 0.0), None)
+
+
+def glu(node: Any, s: Tensor | None, g: Tensor | None) -> Tensor:
+    """a·σ(b) for the halves a and b of one input:  σ²s,  and  (aσ')²s + aσ''g."""
+    dim = signed(node._saved_dim)
+    a, b = node._saved_self.chunk(2, dim)
+    sigma = torch.sigmoid(b)
+    slope = sigma * (1 - sigma)
+    first = torch.zeros_like(a) if s is None else sigma.square() * s
+    transport = None if s is None else (a * slope).square() * s
+    residual = None if g is None else a * slope * (1 - 2 * sigma) * g
+    second = added(transport, residual)
+    return torch.cat([first, torch.zeros_like(b) if second is None else second], dim)
+
+
+register(Elementwise(log_sigmoid), "LogSigmoidBackward0")
+register(Elementwise(softplus), "SoftplusBackward0")
+register(Elementwise(elu), "EluBackward0")
+register(Elementwise(elu_in_place), "EluBackward1")
+register(Elementwise(celu), "CeluBackward0")
+register(Elementwise(celu_in_place), "CeluBackward1")
+register(Elementwise(gelu), "GeluBackward0")
+register(Elementwise(silu), "SiluBackward0")
+register(Elementwise(mish), "MishBackward0")
+register(Elementwise(hardswish), "HardswishBackward0")
+register(Elementwise(prelu, linear=((1,),)), "PreluKernelBackward0")
+register(Coupled(glu), "GluBackward0")
+register(
+    Elementwise(),
+    "HardshrinkBackward0",
+    "HardsigmoidBackward0",
+    "HardtanhBackward0",
+    "LeakyReluBackward0",
+    "LeakyReluBackward1",
+    "ReluBackward0",
+    "RreluWithNoiseBackward0",
+    "RreluWithNoiseBackward1",
+    "SoftshrinkBackward0",
+    "ThresholdBackward0",
+)
+register(Elementwise(linear=((0,),)), "NativeDropoutBackward0")

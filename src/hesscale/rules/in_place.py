@@ -1,0 +1,48 @@
+"""Writes into a tensor, or into a view of one (``x[:, 0] = y``, circular padding): the node hides which op it was."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .calculus import added, differentiate, pull, pull_weighted
+from .families import Coupled, Curvatures, Selection
+from .table import register
+
+_NOT_ELEMENTWISE = (
+    "An in-place operation on a view of a tensor is not element-wise, and torch does not say which one it was: "
+    "write it out of place (y = y.op(...) instead of y[...].op_(...))."
+)
+
+
+def copy_slices(node: Any, s: Tensor | None, g: Tensor | None) -> Curvatures:
+    """f'² s + f'' g for a base and what is written into it, f being any element-wise op: f' is the node's pull of ones,
+    f'' the derivative of its pull of g."""
+    seed = s if s is not None else g
+    assert seed is not None
+    slopes = pull(node, torch.ones_like(seed))
+    _refuse_coupled(node, seed, slopes)
+    transports = slopes if s is None else pull(node, s)
+    weighted = (None,) * len(slopes) if g is None else pull_weighted(node, g)
+    results: list[Tensor | None] = []
+    for edge, slope, moved, first in zip(node.next_functions, slopes, transports, weighted, strict=True):
+        transport = None if s is None or slope is None or moved is None else slope * moved
+        results.append(None if edge[0] is None else added(transport, differentiate(first, edge)))
+    return results
+
+
+def _refuse_coupled(node: Any, like: Tensor, slopes: Curvatures) -> None:
+    """Two random vectors tell an element-wise pull, c∘a, from any other: c∘(ab) ∘ c = (c∘a)(c∘b) only for it."""
+    generator = torch.Generator(like.device).manual_seed(0)
+    a, b = (torch.rand(like.shape, generator=generator, dtype=like.dtype, device=like.device) for _ in range(2))
+    for both, one, other, slope in zip(pull(node, a * b), pull(node, a), pull(node, b), slopes, strict=True):
+        if both is None or one is None or other is None or slope is None:
+            continue
+        if not torch.allclose(both * slope, one * other, rtol=1e-3, atol=1e-6):
+            raise NotImplementedError(_NOT_ELEMENTWISE)
+
+
+register(Coupled(copy_slices, linear=True), "torch::autograd::CopySlices")
+register(Selection(), "torch::autograd::CopyBackwards")

@@ -1,0 +1,141 @@
+"""Reductions that are not sums: variance, norms, products."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .calculus import added
+from .families import Coupled, Curvatures, signed
+from .table import register
+
+
+def reduced_dims(node: Any, x: Tensor) -> list[int]:
+    """The dimensions a reduction ran over; none given means all."""
+    dims = getattr(node, "_saved_dim", None)
+    return [signed(dim) % max(x.dim(), 1) for dim in dims] if dims else list(range(x.dim()))
+
+
+def kept(result: Tensor, x: Tensor, dims: Sequence[int]) -> Tensor:
+    """A reduced tensor with its dimensions back, of length one."""
+    return result.reshape([1 if dim in dims else size for dim, size in enumerate(x.shape)])
+
+
+def _moments(node: Any) -> tuple[Tensor, list[int], int, float]:
+    x = node._saved_self
+    dims = reduced_dims(node, x)
+    count = math.prod(x.shape[dim] for dim in dims)
+    correction = 1 if node._saved_correction is None else node._saved_correction
+    return x - x.mean(dims, keepdim=True), dims, count, max(count - correction, 0)
+
+
+def variance(node: Any, s: Tensor | None, g: Tensor | None) -> Tensor | None:
+    """Σ(x − m)²/d:  4(x − m)²/d² s + 2(1 − 1/n)/d g."""
+    x, dims, count, divisor = _moments(node)
+    transport = None if s is None else 4 * x.square() * kept(s, x, dims) / divisor**2
+    residual = None if g is None else (kept(g, x, dims) * (2 * (1 - 1 / count) / divisor)).expand_as(x)
+    return added(transport, residual)
+
+
+def deviation(node: Any, s: Tensor | None, g: Tensor | None, result: Tensor | None = None) -> Tensor | None:
+    """r = √variance:  f' = (x − m)/(dr),  f'' = (1 − 1/n)/(dr) − f'²/r."""
+    x, dims, count, divisor = _moments(node)
+    r = kept(node._saved_result if result is None else result, x, dims)
+    first = x / (divisor * r)
+    transport = None if s is None else first.square() * kept(s, x, dims)
+    residual = None if g is None else ((1 - 1 / count) / (divisor * r) - first.square() / r) * kept(g, x, dims)
+    return added(transport, residual)
+
+
+def with_mean(spread: Callable[..., Tensor | None]) -> Callable[[Any, Curvatures, Curvatures], Tensor | None]:
+    """The rule of an op that returns a spread and the mean:  the spread's curvature + s/n² of the mean."""
+
+    def curvature(node: Any, s: Curvatures, g: Curvatures) -> Tensor | None:
+        x = node._saved_self
+        dims = reduced_dims(node, x)
+        count = math.prod(x.shape[dim] for dim in dims)
+        mean = None if s[1] is None else (kept(s[1], x, dims) / count**2).expand_as(x)
+        return mean if s[0] is None and g[0] is None else added(spread(node, s[0], g[0]), mean)
+
+    return curvature
+
+
+def norm(node: Any, s: Tensor | None, g: Tensor | None) -> Tensor | None:
+    """r = (Σ|x|^p)^(1/p) over some dimensions."""
+    x = node._saved_self
+    dims = reduced_dims(node, x)
+    s, g = (None if t is None else kept(t, x, dims) for t in (s, g))
+    return _norm(x, kept(node._saved_result, x, dims), _order(node), x.shape, s, g)
+
+
+def distance(node: Any, s: Tensor | None, g: Tensor | None) -> Curvatures:
+    """r = ‖x − y‖_p: the same at both ends, but for broadcasting."""
+    x, y = node._saved_self, node._saved_other
+    return tuple(_norm(x - y, node._saved_result, float(node._saved_p), end.shape, s, g) for end in (x, y))
+
+
+def _order(node: Any) -> float:
+    order = node._saved_ord if hasattr(node, "_saved_ord") else node._saved_p
+    return 2.0 if order is None else float(order)
+
+
+def _norm(x: Tensor, r: Tensor, p: float, shape: torch.Size, s: Tensor | None, g: Tensor | None) -> Tensor | None:
+    """With u = |x|/r:  f' = ±u^(p−1),  f'' = (p − 1)(u^(p−2) − f'²)/r.
+
+    Sums over ``shape``: an input that was broadcast before the norm moves several x at once.
+    """
+    if p == 0:
+        return torch.zeros_like(x).sum_to_size(shape)
+    if math.isinf(p):
+        return _extreme(x, r, shape, s)
+    u = (x.abs() / r).masked_fill(r == 0, 0.0)  # the norm is flat at zero, as torch has it
+    first = (x.sign() * u.pow(p - 1)).masked_fill(u == 0, 0.0).sum_to_size(shape)
+    transport = None if s is None else first.square() * s
+    if g is None or p == 1:
+        return transport
+    bend = (u.pow(p - 2).masked_fill(r == 0, 0.0).sum_to_size(shape) - first.square()) * ((p - 1) / r)
+    return added(transport, bend.masked_fill(r == 0, 0.0) * g)
+
+
+def _extreme(x: Tensor, r: Tensor, shape: torch.Size, s: Tensor | None) -> Tensor | None:
+    """The largest |x|, shared evenly among equals."""
+    largest = (x.abs() == r).to(x.dtype)
+    dims = [dim for dim in range(x.dim()) if r.dim() == 0 or r.shape[dim] != x.shape[dim]]
+    share = x.sign() * largest / largest.sum(dims, keepdim=True)
+    return None if s is None else share.sum_to_size(shape).square() * s
+
+
+def product(forward: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tensor | None, Tensor | None], Tensor | None]:
+    """The rule of a product of inputs, linear in each: squared inputs give squared derivatives, so it is the backward
+    of the same product of squares."""
+
+    def curvature(node: Any, s: Tensor | None, g: Tensor | None) -> Tensor | None:
+        if s is None:
+            return None
+        with torch.enable_grad():
+            squares = node._saved_self.detach().square().requires_grad_()
+            (transport,) = torch.autograd.grad(forward(node, squares), squares, s)
+        return transport
+
+    return curvature
+
+
+def _product_over_dim(node: Any, x: Tensor) -> Tensor:
+    return x.prod(signed(node._saved_dim), keepdim=node._saved_keepdim)
+
+
+register(Coupled(variance), "VarBackward0")
+register(Coupled(deviation), "StdBackward0")
+register(Coupled(with_mean(variance), outputs=2), "VarMeanBackward0")
+register(
+    Coupled(with_mean(lambda node, s, g: deviation(node, s, g, node._saved_result0)), outputs=2), "StdMeanBackward0"
+)
+register(Coupled(norm), "LinalgVectorNormBackward0", "NormBackward0", "NormBackward1")
+register(Coupled(distance), "DistBackward0")
+register(Coupled(product(lambda node, x: x.prod())), "ProdBackward0")
+register(Coupled(product(_product_over_dim)), "ProdBackward1")
+register(Coupled(product(lambda node, x: x.cumprod(signed(node._saved_dim)))), "CumprodBackward0")

@@ -1,0 +1,28 @@
+"""The rows of the table of rule tests, by subject."""
+
+from . import (
+    activation,
+    arithmetic,
+    convolution,
+    elementwise,
+    in_place,
+    losses,
+    matmul,
+    pooling,
+    reduction,
+    selection,
+)
+from ..case import Case
+
+CASES: list[Case] = [
+    *activation.CASES,
+    *arithmetic.CASES,
+    *convolution.CASES,
+    *elementwise.CASES,
+    *in_place.CASES,
+    *losses.CASES,
+    *matmul.CASES,
+    *pooling.CASES,
+    *reduction.CASES,
+    *selection.CASES,
+]

@@ -1,0 +1,94 @@
+"""Every rule against torch's exact second derivatives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import hesscale
+from hesscale.rules import RULES
+from hesscale.testing import check_rule
+
+from .case import Case
+from .cases import CASES
+
+CONTIGUOUS_ONLY = {
+    "AsStridedBackward0",
+    "NllLoss2DBackward0",
+    "ReshapeAliasBackward0",
+    "UnsafeViewBackward0",
+    "ViewBackward0",
+}
+each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.label)
+
+
+def node_names(output: object) -> set[str]:
+    """The names of all nodes a function's output was made by."""
+    stack = [t.grad_fn for t in (output if isinstance(output, (tuple, list)) else (output,)) if t.grad_fn]  # type: ignore[attr-defined]
+    names: set[str] = set()
+    while stack:
+        node = stack.pop()
+        names.add(node.name())
+        stack.extend(child for child, _ in node.next_functions if child is not None)
+    return names
+
+
+def test_every_registered_rule_has_a_row() -> None:
+    assert {case.node for case in CASES} == set(RULES)
+
+
+@each_case
+def test_row_is_about_its_node(case: Case) -> None:
+    assert case.node in node_names(case.function(*case.inputs))
+
+
+@each_case
+def test_rule_is_exact(case: Case) -> None:
+    check_rule(case.function, *case.inputs, reference=case.reference)
+
+
+@each_case
+def test_rule_is_exact_on_strided_inputs(case: Case) -> None:
+    if case.node in CONTIGUOUS_ONLY:
+        pytest.skip("torch itself wants a contiguous input here")
+    check_rule(case.function, *map(strided, case.inputs), reference=case.reference, seed=1)
+
+
+def strided(value: object) -> object:
+    """The same tensor with gaps between its elements and its dimensions stored in reverse."""
+    if not isinstance(value, Tensor) or value.dim() == 0 or not value.is_floating_point():
+        return value
+    storage = value.new_zeros([*value.shape[::-1][:-1], value.shape[0] * 2])
+    view = storage[..., ::2].permute(*reversed(range(value.dim())))
+    with torch.no_grad():
+        view.copy_(value)
+    return view.detach().requires_grad_(value.requires_grad)
+
+
+@each_case
+def test_rule_in_single_precision(case: Case) -> None:
+    """float32 in, float32 out, and the same numbers up to its rounding."""
+    exact = curvatures(case, torch.float64)
+    single = curvatures(case, torch.float32)
+    for ours, theirs in zip(single, exact, strict=True):
+        assert ours.dtype is torch.float32
+        torch.testing.assert_close(ours.double(), theirs, rtol=2e-3, atol=2e-4 * float(theirs.abs().max().clamp_min(1)))
+
+
+def curvatures(case: Case, dtype: torch.dtype) -> list[Tensor]:
+    inputs = [
+        value.detach().to(dtype).requires_grad_(value.requires_grad)
+        if isinstance(value, Tensor) and value.is_floating_point()
+        else value
+        for value in case.inputs
+    ]
+    outputs = case.function(*inputs)
+    outputs = [outputs] if isinstance(outputs, Tensor) else [out for out in outputs if out.requires_grad]
+    y = torch.cat([out.reshape(-1) for out in outputs])
+    y = y.to(dtype)
+    generator = torch.Generator().manual_seed(3)
+    g, s = (torch.randn(y.shape, generator=generator, dtype=torch.float64).to(dtype) for _ in range(2))
+    leaves = [value for value in inputs if isinstance(value, Tensor) and value.requires_grad]
+    found = hesscale.diagonal(y, leaves, g, s)
+    return [torch.zeros_like(leaf) if c is None else c for c, leaf in zip(found, leaves, strict=True)]
