@@ -89,7 +89,7 @@ def diagonal(
     """
     inputs = _as_tuple(inputs)
     if not all(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in inputs):
-        raise ValueError("every input must be a tensor that requires grad: call requires_grad_() before the forward pass")
+        raise ValueError("every input must be a tensor that requires grad when the forward pass runs")
     _check_seed("gradient", gradient, y)
     if gradient is None and y.numel() != 1:
         raise RuntimeError(_NOT_A_SCALAR.format(shape=tuple(y.shape)))
@@ -102,7 +102,7 @@ def diagonal(
     return walk.results(targets, [None if grad is None else x for grad, x in zip(grads, inputs, strict=True)])
 
 
-_NOT_A_SCALAR = "a tensor of shape {shape} is no scalar loss: reduce it, or pass gradient= (and curvature=) as its seeds"
+_NOT_A_SCALAR = "a tensor of shape {shape} is no scalar loss: reduce it, or seed it with gradient= (and curvature=)"
 _NO_GRAPH = "there is no graph to walk: the loss does not require grad (was it computed under no_grad, or detached?)"
 _TWO_LOSSES = "two attached losses meet in one backward pass: add the losses first, then attach their sum, once"
 

@@ -163,12 +163,12 @@ def _is_freed(node: Node, name: str) -> bool:
 
 def on_arrival(node: Node, action: Callable[[Sequence[Tensor | None]], None]) -> Any:
     """Calls ``action(grads)`` just before the node runs; returns a handle with ``remove()``."""
-    return node.register_prehook(action)  # type: ignore[arg-type]  # torch types the hook as returning grads
+    return node.register_prehook(action)
 
 
 def when_backward_ends(action: Callable[[], None]) -> None:
     """Queues ``action`` for the end of the backward pass that is running."""
-    torch.autograd.Variable._execution_engine.queue_callback(action)  # type: ignore[attr-defined]
+    torch.autograd.Variable._execution_engine.queue_callback(action)
 
 
 def running_backward() -> int:
@@ -178,4 +178,4 @@ def running_backward() -> int:
 
 def running_backward_frees() -> bool:
     """Whether the running backward pass frees the graph behind itself (no retain_graph)."""
-    return not torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]
+    return not torch._C._autograd._get_current_graph_task_keep_graph()

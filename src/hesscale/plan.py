@@ -93,7 +93,7 @@ def _look_up(graph: Graph, table: RuleTable) -> dict[Node, Rule]:
 
 
 def _behind_nonlinear(graph: Graph, rules: dict[Node, Rule], seeded: bool) -> set[Node]:
-    """Nodes with a non-linear operation between them and the start: they are the network, what is before is the loss."""
+    """The network: nodes with a non-linear operation between them and the start. What is before them is the loss."""
     if seeded:
         return set(graph.order)
     network: set[Node] = set()

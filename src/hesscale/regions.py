@@ -118,7 +118,8 @@ def _pull_back(region: Region, grad: Tensor) -> dict[Edge, Tensor]:
     for node in region.nodes:
         if (node, 0) not in arrived:
             continue
-        for edge, pulled in zip(node.next_functions, pull(node, arrived[node, 0]), strict=True):
-            if edge[0] is not None and pulled is not None:
+        for (child, nr), pulled in zip(node.next_functions, pull(node, arrived[node, 0]), strict=True):
+            if child is not None and pulled is not None:
+                edge = (child, nr)
                 arrived[edge] = arrived[edge] + pulled if edge in arrived else pulled
     return arrived

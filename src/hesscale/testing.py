@@ -44,9 +44,9 @@ def check_rule(
     """Raises AssertionError unless the curvature of ``function(*inputs)`` is exact whenever the Hessian at its output
     is diagonal, as it is for every single node with a right rule.
 
-    With random g and s it compares the diagonal of ``L(x) = Σ g·(f(x) − y₀) + ½ Σ s·(f(x) − y₀)²`` at every input that
-    requires grad with ``exact_diagonal``. Give float64 inputs, away from kinks. ``reference`` computes the same as
-    ``function`` in other operations, for one that torch cannot differentiate twice.
+    With random g, and s random or zero, it compares the diagonal of ``L(x) = Σ g·(f(x) − y₀) + ½ Σ s·(f(x) − y₀)²`` at
+    every input that requires grad with ``exact_diagonal``. Give float64 inputs, away from kinks. ``reference`` computes
+    the same as ``function`` in other operations, for one that torch cannot differentiate twice.
     """
     leaves = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
     if not leaves:
@@ -57,16 +57,17 @@ def check_rule(
     twin = y if reference is None else _joined(reference(*inputs))
     torch.testing.assert_close(twin, y, msg=lambda text: f"function and reference differ: {text}")
     offset = twin - twin.detach()
-    exact = exact_diagonal((g * offset).sum() + (s * offset.square()).sum() / 2, leaves)
-    found = diagonal(y, leaves, g, s, method=method)
-    for index, (ours, theirs) in enumerate(zip(found, exact, strict=True)):
-        torch.testing.assert_close(
-            torch.zeros_like(theirs) if ours is None else ours,
-            theirs,
-            rtol=tolerance,
-            atol=tolerance,
-            msg=functools.partial("curvature at differentiable input {}: {}".format, index),
-        )
+    linear, square = (g * offset).sum(), (s * offset.square()).sum() / 2
+    for curvature, loss in ((None, linear), (s, linear + square)):
+        found = diagonal(y, leaves, g, curvature, method=method, retain_graph=True)
+        for index, (ours, exact) in enumerate(zip(found, exact_diagonal(loss, leaves), strict=True)):
+            torch.testing.assert_close(
+                torch.zeros_like(exact) if ours is None else ours,
+                exact,
+                rtol=tolerance,
+                atol=tolerance,
+                msg=functools.partial("curvature at differentiable input {}: {}".format, index),
+            )
 
 
 def _joined(outputs: Any) -> Tensor:

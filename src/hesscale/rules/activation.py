@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from .calculus import added
-from .elementwise import of_result
-from .families import Coupled, Elementwise, Pair, signed
+from .families import Coupled, Elementwise, Pair, of_result, signed
 from .table import register
 
 register(of_result(lambda y: y * (1 - y) * (1 - 2 * y)), "SigmoidBackward0")

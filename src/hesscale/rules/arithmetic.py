@@ -82,7 +82,8 @@ def logaddexp(node: Any, base: float = math.e) -> Pairs:
 
 def xlogy(node: Any, shift: float = 0.0) -> Pairs:
     """x log(y + shift):  (log, 0),  (x/y, −x/y²)."""
-    return (_log(node._saved_other, node._saved_self, shift), None), _xlogy_y(node._saved_self, node._saved_other, shift)
+    x, y = node._saved_self, node._saved_other
+    return (_log(y, x, shift), None), _xlogy_y(x, y, shift)
 
 
 def _log(y: Tensor | float, x: Tensor | None, shift: float) -> Tensor:

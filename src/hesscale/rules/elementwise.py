@@ -1,29 +1,17 @@
-"""Functions of one variable: mathematical functions. Each gives (f', f''); f' = None lets torch's own backward be f'."""
+"""Mathematical functions of one variable. Each gives (f', f''); f' = None leaves f' to torch's own backward."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .families import Elementwise, Pair
+from .families import Elementwise, Pair, of_input, of_result
 from .table import register
 
 _HALF_SQRT_PI = math.sqrt(math.pi) / 2
-
-
-def of_input(second: Callable[[Tensor], Tensor]) -> Elementwise:
-    """The rule of an f whose f'' is a formula in x."""
-    return Elementwise(lambda node: (None, second(node._saved_self)))
-
-
-def of_result(second: Callable[[Tensor], Tensor]) -> Elementwise:
-    """The rule of an f whose f'' is a formula in y = f(x)."""
-    return Elementwise(lambda node: (None, second(node._saved_result)))
-
 
 # exponentials, logarithms and roots
 register(of_result(lambda y: y), "ExpBackward0")

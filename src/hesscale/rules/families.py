@@ -101,6 +101,16 @@ class Elementwise(Rule):
         return any(inputs <= set(group) for group in self.linear)
 
 
+def of_input(second: Callable[[Tensor], Tensor]) -> Elementwise:
+    """The rule of an f whose f'' is a formula in x."""
+    return Elementwise(lambda node: (None, second(node._saved_self)))
+
+
+def of_result(second: Callable[[Tensor], Tensor]) -> Elementwise:
+    """The rule of an f whose f'' is a formula in y = f(x)."""
+    return Elementwise(lambda node: (None, second(node._saved_result)))
+
+
 def _unary(node: Any, pair: Pair, s: Tensor | None, g: Tensor | None) -> Tensor | None:
     first, second = pair
     if first is not None or s is None:
@@ -118,7 +128,10 @@ def _curvature(pair: Pair, s: Tensor | None, g: Tensor | None) -> Tensor | None:
 
 
 def _reduced(curvature: Tensor | None, shape: torch.Size) -> Tensor | None:
-    return None if curvature is None else curvature.sum_to_size(shape)
+    """Summed where the input was broadcast; expanded where the output was reduced and f'' is constant."""
+    if curvature is None or curvature.shape == shape:
+        return curvature
+    return curvature.expand(torch.broadcast_shapes(curvature.shape, shape)).sum_to_size(shape)
 
 
 @dataclass(frozen=True)
@@ -154,7 +167,7 @@ class Coupled(Rule):
     tensors (None if missing), or tuples of them with ``outputs`` > 1.
     """
 
-    curvature: Callable[[Any, Any, Any], Tensor | None | Curvatures]
+    curvature: Callable[[Any, Any, Any], Tensor | Curvatures | None]
     outputs: int = 1
     linear: bool = False
     pointwise: bool = False
@@ -163,7 +176,7 @@ class Coupled(Rule):
         if all(entry is None for entry in (*s, *g)):
             return (None,) * len(wanted)
         result = self.curvature(node, only(s), only(g)) if self.outputs == 1 else self.curvature(node, s, g)
-        return result if isinstance(result, (tuple, list)) else (result,)  # type: ignore[return-value]
+        return result if isinstance(result, (tuple, list)) else (result,)
 
     def is_linear(self, wanted: Sequence[torch.Size | None]) -> bool:
         return self.linear

@@ -65,7 +65,7 @@ def binary_cross_entropy_with_logits(node: Any) -> Pairs:
     """w((1−t)x + l·softplus(−x)), l = 1 + (v−1)t:  f'' = w l σ(1−σ);  linear in t."""
     x, t, positive = node._saved_self, node._saved_target, node._saved_pos_weight
     weight, sigma = _weight(node), torch.sigmoid(x)
-    excess: Factor = 0.0 if positive is None else positive - 1
+    excess: Tensor | float = 0.0 if positive is None else positive - 1
     level = 1 + excess * t
     pair = weight * ((1 - t) - level * (1 - sigma)), weight * level * sigma * (1 - sigma)
     return pair, (weight * (excess * F.softplus(-x) - x), None)

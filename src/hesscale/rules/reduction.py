@@ -116,6 +116,7 @@ def product(forward: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tensor |
     def curvature(node: Any, s: Tensor | None, g: Tensor | None) -> Tensor | None:
         if s is None:
             return None
+        transport: Tensor
         with torch.enable_grad():
             squares = node._saved_self.detach().square().requires_grad_()
             (transport,) = torch.autograd.grad(forward(node, squares), squares, s)

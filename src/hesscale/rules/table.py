@@ -22,7 +22,7 @@ class RuleTable(Mapping[str, Rule]):
             raise ValueError("name at least one node, e.g. register(rule, 'TanhBackward0')")
         taken = [name for name in node_names if name in self]
         if taken or len(set(node_names)) < len(node_names):
-            raise ValueError(f"already registered: {', '.join(taken or node_names)}; use table.overlay to replace a rule")
+            raise ValueError(f"already registered: {', '.join(taken or node_names)}; replace rules with an overlay")
         self._rows.update(dict.fromkeys(node_names, rule))
 
     def overlay(self, rows: Mapping[str, Rule]) -> RuleTable:

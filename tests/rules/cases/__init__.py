@@ -1,5 +1,6 @@
 """The rows of the table of rule tests, by subject."""
 
+from ..case import Case
 from . import (
     activation,
     arithmetic,
@@ -12,7 +13,6 @@ from . import (
     reduction,
     selection,
 )
-from ..case import Case
 
 CASES: list[Case] = [
     *activation.CASES,

@@ -21,7 +21,6 @@ mask = constant(randn(3, 4, seed=3)) > 0
 patch = randn(2, 4, seed=5)
 
 
-
 def index_reduce(how: str) -> Callable[[Tensor, Tensor], Tensor]:
     def call(tensor: Tensor, source: Tensor) -> Tensor:
         with warnings.catch_warnings(action="ignore"):  # torch calls it a beta feature
@@ -100,7 +99,9 @@ CASES = [
     Case("ScatterReduceBackward0", lambda t, d: t.scatter_reduce(1, places, d, "sum"), x, randn(3, 2, seed=4)),
     Case("ScatterReduceBackward0", lambda t, d: t.scatter_reduce(1, places, d, "mean"), x, randn(3, 2), label="mean"),
     Case("ScatterReduceBackward0", lambda t, d: t.scatter_reduce(1, places, d, "prod"), x, randn(3, 2), label="prod"),
-    Case("ScatterReduceBackward0", lambda t, d: t.scatter_reduce(1, apart, d, "amax"), spread, randn(3, 2), label="amax"),
+    Case(
+        "ScatterReduceBackward0", lambda t, d: t.scatter_reduce(1, apart, d, "amax"), spread, randn(3, 2), label="amax"
+    ),
     Case("SelectScatterBackward0", lambda t, d: t.select_scatter(d, 0, 1), x, randn(4, seed=4)),
     Case("SliceScatterBackward0", lambda t, d: t.slice_scatter(d, 0, 1), x, patch),
     Case("BlockDiagBackward0", torch.block_diag, x, patch),
