@@ -1,6 +1,6 @@
 """Peak memory of a pass with curvature beside a plain backward, each in a process of its own.
 
-    python benchmarks/peak_memory.py
+$ python benchmarks/peak_memory.py
 """
 
 from __future__ import annotations

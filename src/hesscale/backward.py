@@ -43,9 +43,7 @@ def backward(
     ``output`` (for ``hesscale_gn`` only) is the network's output, where the loss begins; without it the loss reaches
     back to the first non-linear operation.
     """
-    _check_seed("gradient", gradient, loss)
-    if gradient is None and loss.numel() != 1:
-        raise RuntimeError(_NOT_A_SCALAR.format(shape=tuple(loss.shape)))
+    _check_start(loss, gradient)
     walk = _arm(loss, curvature, method, output)
     try:
         loss.backward(gradient, retain_graph=retain_graph)
@@ -88,11 +86,11 @@ def diagonal(
     arguments as in ``backward``.
     """
     inputs = _as_tuple(inputs)
-    if not all(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in inputs):
-        raise ValueError("every input must be a tensor that requires grad when the forward pass runs")
-    _check_seed("gradient", gradient, y)
-    if gradient is None and y.numel() != 1:
-        raise RuntimeError(_NOT_A_SCALAR.format(shape=tuple(y.shape)))
+    if not inputs or not all(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in inputs):
+        raise ValueError(
+            "pass at least one input, and every input must be a tensor that requires grad when the forward pass runs"
+        )
+    _check_start(y, gradient)
     targets = [graphs.edge_of(tensor) for tensor in inputs]
     walk = _arm(y, curvature, method, output, targets)
     try:
@@ -113,12 +111,22 @@ def _as_tuple(tensors: Tensors | None) -> tuple[Tensor, ...]:
     return (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
 
 
+def _check_start(y: Tensor, gradient: Tensor | None) -> None:
+    _check_seed("gradient", gradient, y)
+    if gradient is None and y.numel() != 1:
+        raise RuntimeError(_NOT_A_SCALAR.format(shape=tuple(y.shape)))
+
+
 def _check_seed(name: str, seed: Tensor | None, y: Tensor) -> None:
     if not isinstance(y, Tensor):
         raise TypeError(f"expected a tensor to start from, got {type(y).__name__}")
     if not y.requires_grad:
         raise RuntimeError(_NO_GRAPH)
-    if seed is not None and seed.shape != y.shape:
+    if seed is None:
+        return
+    if not isinstance(seed, Tensor) or seed.is_complex():
+        raise TypeError(f"{name} must be a real tensor of shape {tuple(y.shape)}, not {seed!r}")
+    if seed.shape != y.shape:
         raise ValueError(f"{name} has shape {tuple(seed.shape)}, but what it seeds has shape {tuple(y.shape)}")
 
 
@@ -153,16 +161,21 @@ class Walk:
         self._before: list[tuple[Tensor, Tensor | None, Tensor | None]] = []  # variable, its .grad, a copy of that
         self._handles: list[Any] = []
         self._nested = False
-        self._arming = graphs.on_arrival(plan.visits[0], self._start)
+        weakref.finalize(self, _remove_all, self._handles)  # a backward that fails elsewhere does not tell us
+        if plan.visits:
+            self._arming = graphs.on_arrival(plan.visits[0], self._start)
+        elif seed is not None:  # the start itself is all that is asked for
+            self._pending[plan.graph.root] = seed
 
     def disarm(self) -> None:
         """Removes every hook."""
-        self._arming.remove()
+        if self._plan.visits:
+            self._arming.remove()
         self._unhook()
 
     def abort(self) -> None:
-        """Undoes what the pass has done so far: hooks, gradients (curvature is written at the end only)."""
-        self._unhook()
+        """Undoes what the pass has done so far: hooks and gradients (curvature is written at the end only)."""
+        self.disarm()
         for variable, grad, copy in self._before:
             if grad is not None and copy is not None:
                 with torch.no_grad():
@@ -170,6 +183,7 @@ class Walk:
             variable.grad = grad
         self._forget()
 
+    @torch.no_grad()
     def results(self, targets: Sequence[Edge], like: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         """The curvature at each target, zeros where none arrived, None where ``like`` is None."""
         taken: set[int] = self._storages_of_others()
@@ -182,7 +196,9 @@ class Walk:
             return
         self._unhook()
         self._forget()
-        if graphs.running_backward() in _RUNNING:
+        other = _RUNNING.get(graphs.running_backward())
+        if other is not None:
+            other.abort()
             raise RuntimeError(_TWO_LOSSES)
         _RUNNING[graphs.running_backward()] = self
         graphs.when_backward_ends(self._finish)
@@ -239,6 +255,7 @@ class Walk:
         self._before.append((variable, grad, None if grad is None else grad.clone()))
         self._leaves.append((variable, s))
 
+    @torch.no_grad()
     def _finish(self) -> None:
         """Writes ``p.curvature`` wherever torch has written ``p.grad``."""
         taken = self._storages_of_others()
@@ -256,14 +273,18 @@ class Walk:
         return set() if self._seed is None else {self._seed.untyped_storage().data_ptr()}
 
     def _unhook(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        _remove_all(self._handles)
 
     def _forget(self) -> None:
         self._pending.clear()
         self._leaves.clear()
         self._before.clear()
+
+
+def _remove_all(handles: list[Any]) -> None:
+    for handle in handles:
+        handle.remove()
+    handles.clear()
 
 
 def _hook(walk: weakref.ref[Walk], place: int) -> Callable[[Sequence[Tensor | None]], None]:
@@ -281,7 +302,7 @@ def _owned(s: Tensor | None, like: Tensor, taken: set[int]) -> Tensor:
         return torch.zeros_like(like, requires_grad=False)
     storage = s.untyped_storage()
     whole = storage.nbytes() == s.numel() * s.element_size()
-    if whole and s.stride() == like.stride() and storage.data_ptr() not in taken and not s.requires_grad:
+    if whole and s.stride() == like.stride() and storage.data_ptr() not in taken:
         taken.add(storage.data_ptr())
-        return s
+        return s.detach()
     return torch.empty_like(like, dtype=s.dtype, requires_grad=False).copy_(s)

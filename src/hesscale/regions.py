@@ -55,16 +55,16 @@ def _is_pointwise(node: Node, graph: Graph, rules: Mapping[Node, Rule]) -> bool:
 def _grow(sink: Node, graph: Graph, rules: Mapping[Node, Rule], barriers: Set[Edge]) -> Region | None:
     """Absorbs producers that only the region consumes, until one source is left or nothing more can be absorbed.
 
-    ``origins`` holds, for every open edge, which inputs of the sink lead there, as bits: two bits are a meeting.
+    ``met`` holds the open edges, and whether several paths from the sink have met there or on the way.
     """
-    origins: dict[Edge, int] = {}
+    met: dict[Edge, bool] = {}
     arrived: dict[Node, int] = {}
     nodes = [sink]
 
-    def open_inputs(node: Node, bits: int | None) -> None:
-        for position, edge in enumerate(graph.edges[node]):
+    def open_inputs(node: Node, already_met: bool) -> None:
+        for edge in graph.edges[node]:
             if edge is not None:
-                origins[edge] = origins.get(edge, 0) | (1 << position if bits is None else bits)
+                met[edge] = already_met or edge in met
                 arrived[edge[0]] = arrived.get(edge[0], 0) + 1
 
     def can_absorb(edge: Edge) -> bool:
@@ -72,14 +72,14 @@ def _grow(sink: Node, graph: Graph, rules: Mapping[Node, Rule], barriers: Set[Ed
         only_here = arrived[node] == graph.consumers[node]
         return only_here and edge not in barriers and _is_pointwise(node, graph, rules)
 
-    open_inputs(sink, None)
-    while len(origins) > 1 and len(nodes) < _LARGEST:
-        edge = next(filter(can_absorb, origins), None)
+    open_inputs(sink, False)
+    while len(met) > 1 and len(nodes) < _LARGEST:
+        edge = next(filter(can_absorb, met), None)
         if edge is None:
             break
         nodes.append(edge[0])
-        open_inputs(edge[0], origins.pop(edge))
-    meetings = {edge for edge, bits in origins.items() if bits & (bits - 1)}
+        open_inputs(edge[0], met.pop(edge))
+    meetings = {edge for edge, several in met.items() if several}
     return _leading_to(meetings, nodes, graph) if meetings else None
 
 

@@ -15,6 +15,12 @@ Pairs = tuple[Pair, ...]
 _NONE: Pair = (None, None)
 
 
+def _number(x: Any) -> Any:
+    """A Python number in place of the 0-dim tensor that torch made of one: in arithmetic among themselves such tensors
+    fall back to the default dtype, and a constant would be squared in single precision."""
+    return x.item() if x is not None and x.dim() == 0 and x.device.type == "cpu" else x
+
+
 def add(node: Any) -> Pairs:
     """x + αy."""
     return (1.0, None), (node._saved_alpha, None)
@@ -27,13 +33,13 @@ def reversed_sub(node: Any) -> Pairs:
 
 def mul(node: Any) -> Pairs:
     """x·y."""
-    return (node._saved_other, None), (node._saved_self, None)
+    return (_number(node._saved_other), None), (_number(node._saved_self), None)
 
 
 def div(node: Any) -> Pairs:
     """x/y:  (1/y, 0),  (−x/y², 2x/y³)."""
-    x, y = node._saved_self, node._saved_other
-    return (1 / y, None), _NONE if x is None else (-x / y.square(), 2 * x / y**3)
+    x, y = _number(node._saved_self), _number(node._saved_other)
+    return (1 / y, None), _NONE if x is None else (-x / (y * y), 2 * x / y**3)
 
 
 def rounded_div(node: Any) -> Pairs:

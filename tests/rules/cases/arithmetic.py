@@ -17,6 +17,8 @@ CASES = [
     Case("MulBackward0", torch.mul, a, row),
     Case("MulBackward0", torch.mul, scalar, b, label="scalar"),
     Case("MulBackward0", torch.mul, a, constant(row), label="constant"),
+    Case("MulBackward0", lambda x: 0.3 * x, a, label="number"),
+    Case("DivBackward0", lambda x: x / 3, a, label="number"),
     Case("DivBackward0", torch.div, a, q),
     Case("DivBackward0", torch.div, constant(a), q, label="denominator"),
     Case("DivBackward0", torch.div, column, constant(p), label="numerator"),
