@@ -148,8 +148,10 @@ def test_two_attached_losses_in_one_pass_are_refused(shared: bool) -> None:
     parameters = [*first.parameters(), *second.parameters()]
     total = hesscale.attach(loss_of(first, 0)) + hesscale.attach(loss_of(second, 1))
     with pytest.raises(RuntimeError, match="add the losses first, then attach their sum"):
-        total.backward()
+        total.backward(retain_graph=True)
     assert not any(hasattr(p, "curvature") or p.grad is not None for p in parameters)
+    total.backward()  # neither of the two is armed any more: half a curvature would be worse than none
+    assert not any(hasattr(p, "curvature") or p.grad is None for p in parameters)
 
 
 class FailingRule(torch.autograd.Function):

@@ -206,6 +206,34 @@ def test_mistakes_are_explained_and_change_nothing(mistake: Mistake, fresh: bool
     assert sum(hooks_on(node) for node in nodes_of(loss)) == 0
 
 
+NOT_FINITE: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean over nothing": lambda w: (bowl(w) * ZERO) / ZERO,
+    "division by zero": lambda w: bowl(w) / 0,
+    "by a number that vanishes": lambda w: w[0, 0] / (w.sum() - w.sum()),
+    "too large": lambda w: w[0, 0] / (1e150 * w.sum()),
+    "logarithm of zero": lambda w: (w * ZERO).sum().log(),
+    "infinite": lambda w: (1000 * w.abs()).exp().sum(),
+}
+
+
+@pytest.mark.parametrize("loss", NOT_FINITE.values(), ids=NOT_FINITE)
+def test_what_torch_can_compute_is_no_mistake(loss: Callable[[Tensor], Tensor]) -> None:
+    w, plain = random(2, 3, seed=1).requires_grad_(), random(2, 3, seed=1).requires_grad_()
+    hesscale.backward(loss(w))
+    loss(plain).backward()
+    torch.testing.assert_close(w.grad, plain.grad, rtol=0, atol=0, equal_nan=True)
+    assert w.curvature.shape == w.shape
+
+
+@pytest.mark.parametrize("method", ["hesscale", "bl89"])
+def test_methods_without_a_border_ignore_the_output(method: str) -> None:
+    x = random(4).requires_grad_()
+    gate = torch.sigmoid(x)
+    loss = (x * gate).square().sum()
+    without = hesscale.diagonal(loss, x, method=method, retain_graph=True)
+    torch.testing.assert_close(hesscale.diagonal(loss, x, method=method, output=gate), without, rtol=1e-10, atol=1e-10)
+
+
 def test_missing_rules_are_counted_for_programs_too() -> None:
     w = random(2, 3).requires_grad_()
     with pytest.raises(NotImplementedError) as caught:

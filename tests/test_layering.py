@@ -17,6 +17,7 @@ LAYERS = (
     "regions",
     "plan",
     "backward",
+    "inspection",
     "testing",
     "estimators",
     "optim",
@@ -30,7 +31,7 @@ NEVER = {
     "optim": {"estimators"},  # an optimizer reads p.curvature, whoever estimated it
 }
 FOREIGN = {"numpy", "matplotlib", "hesscale_lab"}
-SHARED_BY_RULES = ("calculus", "families", "table")
+SHARED_BY_RULES = ("calculus", "families", "fallback", "table")
 """What rule files stand on, low to high."""
 
 FILES = sorted(LIBRARY.rglob("*.py"))

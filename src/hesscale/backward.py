@@ -11,9 +11,10 @@ The three methods are three ways to do so:
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Final, final
+from typing import Any, Final, Literal, final
 
 import torch
 from torch import Tensor
@@ -21,10 +22,14 @@ from torch.autograd.graph import Node
 
 from . import graph as graphs
 from .graph import Edge
-from .plan import Plan, make_plan, method_named
+from .plan import Method, Plan, make_plan, method_named
 from .regions import region_curvatures
+from .rules.calculus import in_single_precision, widened
+from .rules.fallback import fallback_named
+from .rules.families import Curvatures, Rebuilt
 
 Tensors = Tensor | Sequence[Tensor]
+Missing = Literal["raise", "exact", "sample"]
 
 
 def backward(
@@ -35,16 +40,20 @@ def backward(
     method: str = "hesscale",
     output: Tensors | None = None,
     retain_graph: bool = False,
+    missing: Missing = "raise",
+    generator: torch.Generator | None = None,
 ) -> None:
     """Fills ``p.grad`` exactly as ``loss.backward()`` does, and ``p.curvature`` with the diagonal of the Hessian.
 
     Curvature accumulates as gradients do, and starts afresh where ``p.grad`` is None. ``gradient`` and ``curvature``
     seed the first and second derivative of whatever follows ``loss``; the former is needed if it is not a scalar.
     ``output`` (for ``hesscale_gn`` only) is the network's output, where the loss begins; without it the loss reaches
-    back to the first non-linear operation.
+    back to the first non-linear operation. ``missing`` says what becomes of operations without a rule: "raise" an
+    error, "exact" (their own curvature by autograd, element by element: for small ones) or "sample" (one unbiased
+    random probe, drawn from ``generator``).
     """
     _check_start(loss, gradient)
-    walk = _arm(loss, curvature, method, output)
+    walk = _arm(loss, curvature, method, output, missing=missing, generator=generator)
     try:
         loss.backward(gradient, retain_graph=retain_graph)
     except BaseException:
@@ -60,13 +69,16 @@ def attach(
     curvature: Tensor | None = None,
     method: str = "hesscale",
     output: Tensors | None = None,
+    missing: Missing = "raise",
+    generator: torch.Generator | None = None,
 ) -> Tensor:
     """The same ``loss``, armed: a ``.backward()`` on it, or on anything linear in it, fills ``p.curvature`` too.
 
     For trainers that call backward themselves, on the loss scaled or divided: ``return hesscale.attach(loss)``.
-    Arguments as in ``backward``. Several losses: attach their sum.
+    Arguments as in ``backward``. Several losses: attach their sum. A loss that is added afterwards must share nothing
+    with this one but parameters: its gradient would be counted, its curvature would not.
     """
-    _arm(loss, curvature, method, output)
+    _arm(loss, curvature, method, output, missing=missing, generator=generator)
     return loss
 
 
@@ -79,6 +91,8 @@ def diagonal(
     method: str = "hesscale",
     output: Tensors | None = None,
     retain_graph: bool = False,
+    missing: Missing = "raise",
+    generator: torch.Generator | None = None,
 ) -> tuple[Tensor | None, ...]:
     """The curvature of ``y`` at each of ``inputs``, leaves or not, as ``torch.autograd.grad`` gives gradients.
 
@@ -92,7 +106,7 @@ def diagonal(
         )
     _check_start(y, gradient)
     targets = [graphs.edge_of(tensor) for tensor in inputs]
-    walk = _arm(y, curvature, method, output, targets)
+    walk = _arm(y, curvature, method, output, targets, missing=missing, generator=generator)
     try:
         grads = torch.autograd.grad(y, inputs, gradient, retain_graph=retain_graph, allow_unused=True)
     finally:
@@ -131,14 +145,23 @@ def _check_seed(name: str, seed: Tensor | None, y: Tensor) -> None:
 
 
 def _arm(
-    y: Tensor, curvature: Tensor | None, method: str, output: Tensors | None, targets: Sequence[Edge] | None = None
+    y: Tensor,
+    curvature: Tensor | None,
+    method: str,
+    output: Tensors | None,
+    targets: Sequence[Edge] | None = None,
+    *,
+    missing: Missing,
+    generator: torch.Generator | None,
 ) -> Walk:
     way = method_named(method)
+    fallback = fallback_named(missing, generator)
     _check_seed("curvature", curvature, y)
     outputs = _as_tuple(output)
     if not all(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in outputs):
         raise ValueError("output must be a tensor (or several) of the loss's graph")
-    plan = make_plan(y, way, outputs=outputs, seeded=curvature is not None, targets=targets)
+    seeded = curvature is not None
+    plan = make_plan(y, way, outputs=outputs, seeded=seeded, targets=targets, fallback=fallback)
     return Walk(plan, curvature)
 
 
@@ -199,6 +222,7 @@ class Walk:
         other = _RUNNING.get(graphs.running_backward())
         if other is not None:
             other.abort()
+            self.disarm()
             raise RuntimeError(_TWO_LOSSES)
         _RUNNING[graphs.running_backward()] = self
         graphs.when_backward_ends(self._finish)
@@ -216,7 +240,7 @@ class Walk:
         if self._nested:
             return
         try:
-            with torch.no_grad():
+            with torch.no_grad(), _autocast_off():
                 self._visit(self._plan.visits[place], grads)
         except BaseException:
             self.abort()
@@ -228,19 +252,26 @@ class Walk:
         if node not in plan.rules:
             self._arrive(graphs.leaf_of(node), s[0])
             return
-        g = grads if node in plan.loss else [None] * len(grads)
+        g = [widened(grad) for grad in grads] if node in plan.loss else [None] * len(grads)
         self._nested = True  # second derivatives may run nodes that carry our hooks
         try:
-            if node in plan.regions:
-                given = region_curvatures(plan.regions[node], s[0], g[0], plan.targets)
-            else:
-                curvatures = plan.rules[node](node, s, g, plan.graph.wanted[node])
-                given = list(zip(plan.graph.edges[node], curvatures, strict=True))
+            given = self._curvatures(node, s, g)
         finally:
             self._nested = False
         for edge, curvature in given:
             if edge is not None and curvature is not None:
-                self._give(edge, curvature)
+                self._give(edge, widened(curvature))
+
+    def _curvatures(self, node: Node, s: Curvatures, g: Curvatures) -> list[tuple[Edge | None, Tensor | None]]:
+        plan = self._plan
+        if node in plan.regions:
+            return region_curvatures(plan.regions[node], s[0], g[0], plan.targets)
+        rule, seen = plan.rules[node], in_single_precision(node)
+        if isinstance(rule, Rebuilt):
+            curvatures = _walk_rebuilt(rule, seen, s, g, plan)
+        else:
+            curvatures = rule(seen, s, g, plan.graph.wanted[node])
+        return list(zip(plan.graph.edges[node], curvatures, strict=True))
 
     def _give(self, edge: Edge, curvature: Tensor) -> None:
         """Fan-out: what several consumers say of one tensor is added; their cross terms are what HesScale drops."""
@@ -279,6 +310,38 @@ class Walk:
         self._pending.clear()
         self._leaves.clear()
         self._before.clear()
+
+
+def _walk_rebuilt(rule: Rebuilt, node: Any, s: Curvatures, g: Curvatures, plan: Plan) -> Curvatures:
+    """The curvature of a fused node's inputs: a walk of its own over the steps the node is made of."""
+    with torch.enable_grad():
+        outputs, inputs = rule.rebuild(node)
+        y = torch.cat([output.reshape(-1) for output in outputs])
+    leaves = [leaf for leaf in inputs if leaf is not None and leaf.requires_grad]
+    curvature, gradient = (_joined(seeds, outputs) for seeds in (s, g))
+    targets = [graphs.edge_of(leaf) for leaf in leaves]
+    # without g there is no residual anywhere, which is how Gauss-Newton walks behind the loss
+    method = Method(plan.method.rules, gauss_newton=gradient is None)
+    inner = make_plan(y, method, seeded=True, targets=targets)
+    walk = Walk(inner, curvature)
+    seeds = torch.zeros_like(y) if gradient is None else gradient
+    torch.autograd.grad(y, leaves, seeds, allow_unused=True)
+    walk.disarm()
+    found = dict(zip(map(id, leaves), walk.results(targets, leaves), strict=True))
+    return [None if leaf is None else found.get(id(leaf)) for leaf in inputs]
+
+
+def _joined(seeds: Curvatures, outputs: Sequence[Tensor]) -> Tensor | None:
+    if all(seed is None for seed in seeds):
+        return None
+    pairs = zip(seeds, outputs, strict=True)
+    return torch.cat([(torch.zeros_like(out) if seed is None else seed).reshape(-1) for seed, out in pairs])
+
+
+def _autocast_off() -> contextlib.AbstractContextManager[Any]:
+    """Rules compute in the precision of what they are given, also if backward is called under autocast."""
+    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    return torch.autocast(kinds[0], enabled=False) if kinds else contextlib.nullcontext()
 
 
 def _remove_all(handles: list[Any]) -> None:

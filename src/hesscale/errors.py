@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 __all__ = ["MissingRuleError"]
 
-_ADVICE = {
+OPAQUE = {
     "CompiledFunctionBackward": (
         "A torch.compile'd region is one opaque node, so no curvature can pass through it: call the uncompiled "
         "model on steps that need curvature (compiled_model._orig_mod is it) and the compiled one elsewhere."
@@ -16,7 +16,8 @@ _ADVICE = {
 }
 _HOW_TO_REGISTER = (
     'Add a rule with hesscale.register(rule, "NodeName"), e.g. hesscale.register(hesscale.Selection(), "NodeName") '
-    "where every Jacobian entry is 0 or 1; docs/adding-a-rule.md shows all four families."
+    "where every Jacobian entry is 0 or 1 (docs/adding-a-rule.md shows all families), or pass missing='exact' or "
+    "missing='sample' to have autograd work it out."
 )
 
 
@@ -26,7 +27,7 @@ class MissingRuleError(NotImplementedError):
     def __init__(self, counts: Mapping[str, int]) -> None:
         self.counts = dict(sorted(counts.items()))
         listed = ", ".join(f"{name} (x{count})" for name, count in self.counts.items())
-        advice = [_ADVICE[name] for name in self.counts if name in _ADVICE]
+        advice = [OPAQUE[name] for name in self.counts if name in OPAQUE]
         if len(advice) < len(self.counts):
             advice.append(_HOW_TO_REGISTER)
         super().__init__(f"No curvature rule for: {listed}. Nothing was changed. " + " ".join(advice))

@@ -137,28 +137,41 @@ def behind(edges: Iterable[Edge]) -> set[Node]:
     return found
 
 
-def refuse_freed(graph: Graph) -> None:
-    """Raises if a node's saved tensors are gone. Looks without unpacking: unpacking may recompute a checkpoint."""
+def prepare_saved(graph: Graph) -> None:
+    """Raises if a node's saved tensors are gone, and lets checkpointed ones be read by a rule and by torch.
+
+    Looks without unpacking, which might recompute a checkpoint.
+    """
     for node in graph.order:
-        if any(_is_freed(node, name) for name in _saved_names(type(node))):
-            raise RuntimeError(_FREED)
+        for name in _saved_names(type(node)):
+            try:
+                raw = getattr(node, name)
+                for packed in raw if isinstance(raw, (tuple, list)) else (raw,):
+                    if packed.data is None:
+                        getattr(node, name.replace("_raw", "", 1))  # None if it was not needed, raises if it was freed
+                    elif not isinstance(packed.data, Tensor):
+                        _allow_second_reading(packed.data)
+            except RuntimeError:
+                raise RuntimeError(_FREED) from None
 
 
 @functools.cache
 def _saved_names(kind: type) -> tuple[str, ...]:
-    # one tensor suffices: a node frees all it saved at once
-    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))[:1]
+    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
 
 
-def _is_freed(node: Node, name: str) -> bool:
-    try:
-        raw = getattr(node, name)
-        if isinstance(raw, (tuple, list)) or raw.data is not None:
-            return False
-        getattr(node, name.replace("_raw", "", 1))  # None if the tensor was not needed, raises if it was freed
-    except RuntimeError:
-        return True
-    return False
+class _Kept(dict[int, Any]):
+    """The recomputed tensors of a checkpoint, which forgets each after the first reading; torch's is the second."""
+
+    def __setitem__(self, task: int, handle: Any) -> None:
+        if handle is not None or task not in self:
+            super().__setitem__(task, handle)
+
+
+def _allow_second_reading(packed: Any) -> None:
+    handles = getattr(packed, "handles", None)  # torch.utils.checkpoint's holder; other hooks can be read repeatedly
+    if isinstance(handles, dict) and not isinstance(handles, _Kept):
+        packed.handles = _Kept(handles)
 
 
 def on_arrival(node: Node, action: Callable[[Sequence[Tensor | None]], None]) -> Any:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from .errors import MissingRuleError
-from .graph import LEAF, Edge, Graph, behind, edge_of, refuse_freed, trace
+from .errors import OPAQUE, MissingRuleError
+from .graph import LEAF, Edge, Graph, behind, edge_of, prepare_saved, trace
 from .regions import Region, find_regions
 from .rules import BL89, RULES
 from .rules.families import Rule
@@ -43,6 +43,7 @@ def method_named(name: str) -> Method:
 class Plan:
     """The nodes to visit and what to do at each."""
 
+    method: Method
     graph: Graph
     visits: tuple[Node, ...]  # the root first; nodes inside a region are left out
     rules: dict[Node, Rule]
@@ -58,33 +59,39 @@ def make_plan(
     outputs: Sequence[Tensor] = (),
     seeded: bool = False,
     targets: Sequence[Edge] | None = None,
+    fallback: Rule | None = None,
 ) -> Plan:
     """The plan of a pass from ``y`` to ``targets`` (all leaves if None); raises if the pass cannot be made.
 
     ``seeded``: curvature arrives at ``y`` from outside, so that for Gauss-Newton the loss lies before ``y``.
+    ``fallback`` is the rule of operations that have none.
     """
     graph = trace(edge_of(y), targets)
-    rules = _look_up(graph, method.rules)
-    refuse_freed(graph)
+    rules = look_up(graph, method.rules, fallback)
+    prepare_saved(graph)
     borders = [edge_of(tensor) for tensor in outputs]
     if any(node not in graph.edges for node, _ in borders):
         raise ValueError("output is not part of the loss's graph: pass the very tensor the loss was computed from")
     loss = frozenset(graph.order)
     if method.gauss_newton:
         loss -= behind(borders) if borders else _behind_nonlinear(graph, rules, seeded)
-    regions = find_regions(graph, rules, frozenset(borders))
+    regions = find_regions(graph, rules, frozenset(borders if method.gauss_newton else ()))
     inside = {node for region in regions.values() for node in region.nodes[1:]}
     visits = tuple(node for node in graph.order if node not in inside)
-    return Plan(graph, visits, rules, loss, regions, frozenset(targets or ()))
+    return Plan(method, graph, visits, rules, loss, regions, frozenset(targets or ()))
 
 
-def _look_up(graph: Graph, table: RuleTable) -> dict[Node, Rule]:
+def look_up(graph: Graph, table: RuleTable, fallback: Rule | None = None) -> dict[Node, Rule]:
+    """The rule of every node; raises one error that lists all that are missing."""
     rules: dict[Node, Rule] = {}
     missing: Counter[str] = Counter()
     for node in graph.order:
         name = node.name()
-        if name in table:
-            rules[node] = table[name]
+        rule = table.find(name, getattr(type(node), "_forward_cls", None))
+        if rule is None and name != LEAF and name not in OPAQUE:
+            rule = fallback
+        if rule is not None:
+            rules[node] = rule
         elif name != LEAF:
             missing[name] += 1
     if missing:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from .graph import LEAF, Edge, Graph
-from .rules.calculus import added, differentiate, pull
+from .rules.calculus import added, differentiate, in_single_precision, pull
 from .rules.families import Rule
 
 _LARGEST = 128  # nodes; a larger expression is treated node by node, which keeps the search linear in the graph
@@ -118,7 +118,9 @@ def _pull_back(region: Region, grad: Tensor) -> dict[Edge, Tensor]:
     for node in region.nodes:
         if (node, 0) not in arrived:
             continue
-        for (child, nr), pulled in zip(node.next_functions, pull(node, arrived[node, 0]), strict=True):
+        for (child, nr), pulled in zip(
+            node.next_functions, pull(in_single_precision(node), arrived[node, 0]), strict=True
+        ):
             if child is not None and pulled is not None:
                 edge = (child, nr)
                 arrived[edge] = arrived[edge] + pulled if edge in arrived else pulled

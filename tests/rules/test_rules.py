@@ -15,6 +15,10 @@ from .cases import CASES
 
 CONTIGUOUS_ONLY = {
     "AsStridedBackward0",
+    "AsStridedBackward0_copy",
+    "AsStridedScatterBackward0",
+    "ReshapeAliasBackward0_copy",
+    "NativeGroupNormBackward0-statistics",
     "NllLoss2DBackward0",
     "ReshapeAliasBackward0",
     "UnsafeViewBackward0",
@@ -34,8 +38,14 @@ def node_names(output: object) -> set[str]:
     return names
 
 
+# fused kernels are compared with the same steps in plain operations, in test_attention.py and test_recurrent.py
+FUSED = {name for name in RULES if not RULES[name].exact}
+# kernels of other devices and precisions, in test_other_devices.py
+ELSEWHERE = {"CudnnBatchNormBackward0", "FusedRmsNormBackward0", "GroupedMmBackward0", "MiopenBatchNormBackward0"}
+
+
 def test_every_registered_rule_has_a_row() -> None:
-    assert {case.node for case in CASES} == set(RULES)
+    assert {case.node for case in CASES} == set(RULES) - FUSED - ELSEWHERE
 
 
 @each_case
@@ -50,7 +60,7 @@ def test_rule_is_exact(case: Case) -> None:
 
 @each_case
 def test_rule_is_exact_on_strided_inputs(case: Case) -> None:
-    if case.node in CONTIGUOUS_ONLY:
+    if case.node in CONTIGUOUS_ONLY or case.label in CONTIGUOUS_ONLY:
         pytest.skip("torch itself wants a contiguous input here")
     check_rule(case.function, *map(strided, case.inputs), reference=case.reference, seed=1)
 

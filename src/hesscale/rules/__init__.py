@@ -5,14 +5,21 @@ from . import (
     arithmetic,
     convolution,
     elementwise,
+    embedding,
     in_place,
     interpolation,
+    linear_algebra,
     losses,
     matmul,
+    normalization,
     pooling,
+    recurrent,
     reduction,
     selection,
 )
-from .softmax import BL89 as BL89
+from .attention import BL89_ATTENTION
+from .softmax import BL89_SOFTMAX
 from .table import RULES as RULES
 from .table import register as register
+
+BL89 = RULES.overlay(BL89_SOFTMAX).overlay(BL89_ATTENTION)

@@ -15,10 +15,15 @@ Pairs = tuple[Pair, ...]
 _NONE: Pair = (None, None)
 
 
-def _number(x: Any) -> Any:
-    """A Python number in place of the 0-dim tensor that torch made of one: in arithmetic among themselves such tensors
+def _precise(x: Any) -> Any:
+    """The same in double precision if torch made it of a Python number: in arithmetic among themselves such tensors
     fall back to the default dtype, and a constant would be squared in single precision."""
-    return x.item() if x is not None and x.dim() == 0 and x.device.type == "cpu" else x
+    return x.clone().double() if x is not None and x.dim() == 0 and x.device.type == "cpu" else x
+
+
+def _number(factor: Any) -> Any:
+    """A 0-dim factor as a Python number, which leaves the dtype of whatever it multiplies alone."""
+    return factor.item() if isinstance(factor, Tensor) and factor.dim() == 0 and factor.device.type == "cpu" else factor
 
 
 def add(node: Any) -> Pairs:
@@ -38,8 +43,8 @@ def mul(node: Any) -> Pairs:
 
 def div(node: Any) -> Pairs:
     """x/y:  (1/y, 0),  (−x/y², 2x/y³)."""
-    x, y = _number(node._saved_self), _number(node._saved_other)
-    return (1 / y, None), _NONE if x is None else (-x / (y * y), 2 * x / y**3)
+    x, y = _precise(node._saved_self), _precise(node._saved_other)
+    return (_number(1 / y), None), _NONE if x is None else (_number(-x / (y * y)), _number(2 * x / y**3))
 
 
 def rounded_div(node: Any) -> Pairs:

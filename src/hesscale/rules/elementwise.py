@@ -135,6 +135,22 @@ def bessel_i1(node: Any) -> Pair:
     return None, y - _over(torch.special.i0(x) - 2 * ratio, x, 0.0)
 
 
+def scaled_bessel_i0(node: Any) -> Pair:
+    """e^(−|x|) I₀(x), with i₁ = e^(−|x|) I₁:  f'' = 2f − 2 sign(x) i₁ − i₁/x."""
+    x, y = node._saved_self, node._saved_result
+    i1 = torch.special.i1e(x)
+    return None, 2 * y - 2 * x.sign() * i1 - _over(i1, x, 0.5)
+
+
+def scaled_bessel_i1(node: Any) -> Pair:
+    """e^(−|x|) I₁(x), with i₀ = e^(−|x|) I₀, t = sign(x) + 1/x:  f' = i₀ − ft,  f'' = f − sign(x) i₀ − f't + f/x²."""
+    x, y = node._saved_self, node._saved_result
+    i0, sign = torch.special.i0e(x), x.sign()
+    first = i0 - y * (sign + 1 / x)
+    second = y - sign * i0 - first * (sign + 1 / x) + y / x.square()
+    return None, second.masked_fill(x == 0, 0.0)
+
+
 def entropy(node: Any) -> Pair:
     """−x log x:  −1/x."""
     return None, -1 / node._saved_self
@@ -159,12 +175,15 @@ register(Elementwise(logit), "LogitBackward0")
 register(Elementwise(sinc), "SincBackward0")
 register(Elementwise(bessel_i0), "I0Backward0")
 register(Elementwise(bessel_i1), "SpecialI1Backward0")
+register(Elementwise(scaled_bessel_i0), "SpecialI0EBackward0")
+register(Elementwise(scaled_bessel_i1), "SpecialI1EBackward0")
 register(Elementwise(entropy), "SpecialEntrBackward0")
 
 # piecewise linear
 register(
     Elementwise(),
     "AbsBackward0",
+    "AngleBackward0",
     "CeilBackward0",
     "ClampBackward1",
     "ClampMaxBackward0",
@@ -173,6 +192,7 @@ register(
     "FloorBackward0",
     "FmodBackward0",
     "FracBackward0",
+    "FrexpBackward0",
     "NanToNumBackward0",
     "RemainderBackward0",
     "RoundBackward0",

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .calculus import added, pull
+from .calculus import added, pull, reduced
 
 Curvatures = Sequence[Tensor | None]
 Factor = Tensor | float | None
@@ -24,8 +24,11 @@ Factor = Tensor | float | None
 class Rule(ABC):
     """What one operation does to curvature."""
 
-    pointwise: bool
+    pointwise: bool = False
     """Each output element depends on one element of each input, at the same place (up to broadcasting)."""
+
+    exact: bool = True
+    """Nothing is dropped inside the operation: its curvature is exact where the Hessian at its output is diagonal."""
 
     @abstractmethod
     def __call__(self, node: Any, s: Curvatures, g: Curvatures, wanted: Sequence[torch.Size | None]) -> Curvatures:
@@ -58,11 +61,21 @@ class Selection(Rule):
     def __call__(self, node: Any, s: Curvatures, g: Curvatures, wanted: Sequence[torch.Size | None]) -> Curvatures:
         if all(entry is None for entry in s):
             return (None,) * len(wanted)
-        moved = pull(node, *s)
-        if not self.scaled:
-            return moved
-        ones = pull(node, *(None if entry is None else torch.ones_like(entry) for entry in s))
-        return [None if m is None or c is None else m * c for m, c in zip(moved, ones, strict=True)]
+        moved = self._scaled(node, s) if self.scaled else pull(node, *s)
+        return [reduced(_dense(entry), shape) for entry, shape in zip(moved, wanted, strict=True)]
+
+    def _scaled(self, node: Any, s: Curvatures) -> Curvatures:
+        total: list[Tensor | None] = [None] * len(node.next_functions)
+        for i, entry in enumerate(s):  # one output at a time: an input may feed several, each once
+            if entry is None:
+                continue
+            alone = [entry if i == j else None for j in range(len(s))]
+            ones = [None if t is None else torch.ones_like(t) for t in alone]
+            pairs = zip(pull(node, *alone), pull(node, *ones), strict=True)
+            total = [
+                added(t, None if m is None or c is None else m * c) for t, (m, c) in zip(total, pairs, strict=True)
+            ]
+        return total
 
     def is_linear(self, wanted: Sequence[torch.Size | None]) -> bool:
         return self.linear
@@ -92,7 +105,7 @@ class Elementwise(Rule):
         if not isinstance(pairs[0], tuple):
             return (_unary(node, pairs, s0, g0),)
         return [
-            None if shape is None else _reduced(_curvature(pair, s0, g0), shape)
+            None if shape is None else reduced(_curvature(pair, s0, g0), shape)
             for pair, shape in zip(pairs, wanted, strict=True)
         ]
 
@@ -127,11 +140,8 @@ def _curvature(pair: Pair, s: Tensor | None, g: Tensor | None) -> Tensor | None:
     return added(transport, residual)
 
 
-def _reduced(curvature: Tensor | None, shape: torch.Size) -> Tensor | None:
-    """Summed where the input was broadcast; expanded where the output was reduced and f'' is constant."""
-    if curvature is None or curvature.shape == shape:
-        return curvature
-    return curvature.expand(torch.broadcast_shapes(curvature.shape, shape)).sum_to_size(shape)
+def _dense(curvature: Tensor | None) -> Tensor | None:
+    return curvature.to_dense() if curvature is not None and curvature.is_sparse else curvature
 
 
 @dataclass(frozen=True)
@@ -164,22 +174,42 @@ class Coupled(Rule):
     """Outputs that depend on many inputs: transport and residual in closed form.
 
     ``curvature(node, s, g)`` returns the curvature of the one input, or a tuple with one per input. ``s`` and ``g`` are
-    tensors (None if missing), or tuples of them with ``outputs`` > 1.
+    tensors (None if missing), or tuples of them with ``outputs`` > 1. ``exact=False``: terms are dropped inside.
     """
 
     curvature: Callable[[Any, Any, Any], Tensor | Curvatures | None]
     outputs: int = 1
     linear: bool = False
     pointwise: bool = False
+    exact: bool = True
 
     def __call__(self, node: Any, s: Curvatures, g: Curvatures, wanted: Sequence[torch.Size | None]) -> Curvatures:
         if all(entry is None for entry in (*s, *g)):
             return (None,) * len(wanted)
         result = self.curvature(node, only(s), only(g)) if self.outputs == 1 else self.curvature(node, s, g)
-        return result if isinstance(result, (tuple, list)) else (result,)
+        results = result if isinstance(result, (tuple, list)) else (result,)
+        return [reduced(entry, shape) for entry, shape in zip(results, wanted, strict=True)]
 
     def is_linear(self, wanted: Sequence[torch.Size | None]) -> bool:
         return self.linear
+
+
+@dataclass(frozen=True)
+class Rebuilt(Rule):
+    """A fused kernel of many steps: the steps are computed again, and curvature walks back over them.
+
+    ``rebuild(node)`` returns the outputs as functions of fresh leaves, and those leaves, one per input of the node
+    (None where there is none). What is dropped is what is dropped when a model is written in these steps.
+    """
+
+    rebuild: Callable[[Any], tuple[Sequence[Tensor], Sequence[Tensor | None]]]
+    exact: bool = False
+
+    def __call__(self, node: Any, s: Curvatures, g: Curvatures, wanted: Sequence[torch.Size | None]) -> Curvatures:
+        raise TypeError("a rebuilt node is walked, not called")  # backward.py does that
+
+    def is_linear(self, wanted: Sequence[torch.Size | None]) -> bool:
+        return False
 
 
 def signed(dim: int) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .calculus import added, differentiate, pull, pull_weighted
+from .calculus import LOW_PRECISION, added, differentiate, inputs_of, pull, pull_weighted
 from .families import Coupled, Curvatures, Selection
 from .table import register
 
@@ -29,7 +29,8 @@ def copy_slices(node: Any, s: Tensor | None, g: Tensor | None) -> Curvatures:
     results: list[Tensor | None] = []
     for edge, slope, moved, first in zip(node.next_functions, slopes, transports, weighted, strict=True):
         transport = None if s is None or slope is None or moved is None else slope * moved
-        results.append(None if edge[0] is None else added(transport, differentiate(first, edge)))
+        bend = None if edge[0] is None else differentiate(first, edge, fixed=inputs_of(node))
+        results.append(added(transport, bend))
     return results
 
 
@@ -45,4 +46,13 @@ def _refuse_coupled(node: Any, like: Tensor, slopes: Curvatures) -> None:
 
 
 register(Coupled(copy_slices, linear=True), "torch::autograd::CopySlices")
+
+
+def cast(node: Any, s: Tensor | None, g: Tensor | None) -> Tensor | None:
+    """A copy in another dtype or on another device. Curvature that comes to half precision stays in single."""
+    (moved,) = (None,) if s is None else pull(node, s)
+    return s.to(moved.device) if s is not None and moved is not None and moved.dtype in LOW_PRECISION else moved
+
+
 register(Selection(), "torch::autograd::CopyBackwards")
+register(Coupled(cast, linear=True, pointwise=True), "ToCopyBackward0")

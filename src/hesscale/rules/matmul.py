@@ -94,6 +94,20 @@ def trilinear(node: Any, s: Tensor | None, g: Tensor | None) -> Curvatures:
     return results
 
 
+def grouped_mm(node: Any, s: Tensor, wanted: Shapes, a2: Square, b2: Square) -> Curvatures:
+    """y = A_e B_e for each expert e, whose rows end where the offsets say (mixtures of experts)."""
+    ends = node._saved_offs.tolist()
+    spans = list(zip([0, *ends[:-1]], ends, strict=True))
+    if (a2 is not None and a2.dim() != 2) or (b2 is not None and b2.dim() != 3):
+        raise NotImplementedError("grouped products have a rule for a matrix times a stack of matrices only")
+    left = right = None
+    if wanted[0] is not None and b2 is not None:
+        left = torch.cat([s[start:end] @ b2[e].mT for e, (start, end) in enumerate(spans)])
+    if wanted[1] is not None and a2 is not None:
+        right = torch.stack([a2[start:end].mT @ s[start:end] for start, end in spans])
+    return left, right
+
+
 def dot(node: Any, s: Tensor | None, g: Tensor | None) -> Curvatures:
     """y = aᵀb:  s b²  and  s a²;  y = aᵀa:  4a²s + 2g, given to one of the two edges."""
     a = node._saved_self
@@ -131,4 +145,5 @@ register(Bilinear(mv, ("self", "vec")), "MvBackward0")
 register(Bilinear(addmv, ("mat", "vec"), _ADDED), "AddmvBackward0")
 register(Bilinear(addr, ("vec1", "vec2"), _ADDED), "AddrBackward0")
 register(Coupled(trilinear), "TrilinearBackward0")
+register(Bilinear(grouped_mm, ("self", "mat2")), "GroupedMmBackward0")
 register(Coupled(dot), "DotBackward0", "VdotBackward0")

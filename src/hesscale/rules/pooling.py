@@ -6,10 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .calculus import pull
-from .families import Coupled, Selection
+from .families import Coupled, Selection, signed
 from .table import register
 
 register(
@@ -33,7 +34,9 @@ def average(pool: Callable[..., Tensor]) -> Callable[[Any, Tensor | None, Tensor
         x = node._saved_self
         ones = x.new_ones(1, *x.shape[-_spatial_dims(node) :])
         window = (node._saved_kernel_size, node._saved_stride, node._saved_padding, node._saved_ceil_mode)
-        share = pool(ones, *window, node._saved_count_include_pad, node._saved_divisor_override)  # elements / divisor
+        divisor = node._saved_divisor_override
+        divisor = None if divisor is None else signed(divisor)
+        share = pool(ones, *window, node._saved_count_include_pad, divisor)  # elements / divisor
         elements = pool(ones, *window, node._saved_count_include_pad, 1)
         return pull(node, s * (share / elements))[0]
 
@@ -61,6 +64,6 @@ def _window_sizes(length: int, windows: int) -> Tensor:
     return -(-(places + 1) * length // windows) - places * length // windows
 
 
-register(Coupled(average(torch.ops.aten.avg_pool2d), linear=True), "AvgPool2DBackward0")
-register(Coupled(average(torch.ops.aten.avg_pool3d), linear=True), "AvgPool3DBackward0")
+register(Coupled(average(F.avg_pool2d), linear=True), "AvgPool2DBackward0")
+register(Coupled(average(F.avg_pool3d), linear=True), "AvgPool3DBackward0")
 register(Coupled(adaptive_average, linear=True), "AdaptiveAvgPool2DBackward0", "AdaptiveAvgPool3DBackward0")

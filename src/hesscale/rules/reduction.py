@@ -78,6 +78,25 @@ def distance(node: Any, s: Tensor | None, g: Tensor | None) -> Curvatures:
     return tuple(_norm(x - y, node._saved_result, float(node._saved_p), end.shape, s, g) for end in (x, y))
 
 
+def all_distances(node: Any, s: Tensor | None, g: Tensor | None) -> Curvatures:
+    """r_ij = ‖x_i − y_j‖_p: each end collects from its row or column."""
+    gaps = node._saved_x1.unsqueeze(-2) - node._saved_x2.unsqueeze(-3)
+    r, s, g = (None if t is None else t.unsqueeze(-1) for t in (node._saved_result, s, g))
+    assert r is not None
+    each = _norm(gaps, r, float(node._saved_p), gaps.shape, s, g)
+    return (None, None) if each is None else (each.sum(-2), each.sum(-3))
+
+
+def own_distances(node: Any, s: Tensor | None, g: Tensor | None) -> Tensor | None:
+    """r_ij = ‖x_i − x_j‖_p for i < j."""
+    x = node._saved_self
+    left, right = torch.triu_indices(len(x), len(x), offset=1, device=x.device)
+    r, s, g = (None if t is None else t.unsqueeze(-1) for t in (node._saved_result, s, g))
+    assert r is not None
+    each = _norm(x[left] - x[right], r, float(node._saved_p), torch.Size([len(left), x.shape[1]]), s, g)
+    return None if each is None else torch.zeros_like(x).index_add(0, left, each).index_add(0, right, each)
+
+
 def _order(node: Any) -> float:
     order = node._saved_ord if hasattr(node, "_saved_ord") else node._saved_p
     return 2.0 if order is None else float(order)
@@ -109,6 +128,34 @@ def _extreme(x: Tensor, r: Tensor, shape: torch.Size, s: Tensor | None) -> Tenso
     return None if s is None else share.sum_to_size(shape).square() * s
 
 
+def logsumexp(node: Any, s: Tensor | None, g: Tensor | None) -> Tensor | None:
+    """q = softmax(x) over the dimensions:  q² s + (q − q²) g."""
+    x = node._saved_self
+    dims = reduced_dims(node, x)
+    q = (x - kept(node._saved_result, x, dims)).exp()
+    transport = None if s is None else q.square() * kept(s, x, dims)
+    return added(transport, None if g is None else (q - q.square()) * kept(g, x, dims))
+
+
+def log_cumsum_exp(node: Any, s: Tensor | None, g: Tensor | None) -> Tensor | None:
+    """y_k = log Σ_{j≤k} e^(x_j), p_ki = e^(x_i − y_k):  Σ_{k≥i} p² s + (p − p²) g."""
+    x, y, dim = node._saved_self, node._saved_result, signed(node._saved_dim)
+    if x.dim() == 0:
+        return s
+    bend = None if g is None else _from_here_on(g, x, y, dim, 1) - _from_here_on(g, x, y, dim, 2)
+    return added(None if s is None else _from_here_on(s, x, y, dim, 2), bend)
+
+
+def _from_here_on(t: Tensor, x: Tensor, y: Tensor, dim: int, power: int) -> Tensor:
+    """Σ_{k≥i} e^(power (x_i − y_k)) t_k, in logarithms, so that no exponential overflows."""
+
+    def positive(part: Tensor) -> Tensor:
+        logs = (part.log() - power * y).flip(dim).logcumsumexp(dim).flip(dim)
+        return (power * x + logs).exp()
+
+    return positive(t.clamp_min(0)) - positive((-t).clamp_min(0))
+
+
 def product(forward: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tensor | None, Tensor | None], Tensor | None]:
     """The rule of a product of inputs, linear in each: squared inputs give squared derivatives, so it is the backward
     of the same product of squares."""
@@ -137,6 +184,10 @@ register(
 )
 register(Coupled(norm), "LinalgVectorNormBackward0", "NormBackward0", "NormBackward1")
 register(Coupled(distance), "DistBackward0")
+register(Coupled(all_distances), "CdistBackward0")
+register(Coupled(own_distances), "PdistBackward0")
+register(Coupled(logsumexp), "LogsumexpBackward0")
+register(Coupled(log_cumsum_exp), "LogcumsumexpBackward0")
 register(Coupled(product(lambda node, x: x.prod())), "ProdBackward0")
 register(Coupled(product(_product_over_dim)), "ProdBackward1")
 register(Coupled(product(lambda node, x: x.cumprod(signed(node._saved_dim)))), "CumprodBackward0")

@@ -30,9 +30,32 @@ register(
     "UnsafeViewBackward0",
     "UnsqueezeBackward0",
     "ViewBackward0",
+    # the same in place
+    "AsStridedBackward1",
+    "SqueezeBackward3",
+    "SqueezeBackward5",
+    "TBackward1",
+    "TransposeBackward1",
+    "UnsqueezeBackward1",
+    # the same where the result is a copy
+    "AsStridedBackward0_copy",
+    "LiftFreshBackward0",
+    "NarrowCopyBackward0",
+    "PermuteBackward0_copy",
+    "ReshapeAliasBackward0_copy",
+    "SelectBackward0_copy",
+    "SliceBackward0_copy",
+    "SqueezeBackward0_copy",
+    "SqueezeBackward1_copy",
+    "SqueezeBackward2_copy",
+    "TBackward0_copy",
+    "TransposeBackward0_copy",
+    "UnfoldBackward0_copy",
+    "UnsqueezeBackward0_copy",
+    "ViewBackward0_copy",
 )
 # the same element at the same place
-register(Selection(pointwise=True), "AliasBackward0", "CloneBackward0", "ToCopyBackward0")
+register(Selection(pointwise=True), "AliasBackward0", "AliasBackward0_copy", "CloneBackward0")
 # picking elements by index
 register(
     Selection(),
@@ -41,6 +64,8 @@ register(
     "IndexSelectBackward0",
     "MaskedSelectBackward0",
     "TakeBackward0",
+    "UnsafeIndexBackward0",
+    "UnsafeMaskedIndexBackward0",
 )
 # picking elements by their values
 register(
@@ -71,7 +96,13 @@ register(
 # writing elements by index
 register(
     Selection(),
+    "AsStridedScatterBackward0",
     "DiagonalScatterBackward0",
+    "FillBackward0",
+    "FillBackward1",
+    "FillBackward2",
+    "FillBackward3",
+    "ZeroBackward0",
     "IndexCopyBackward0",
     "IndexFillBackward0",
     "IndexFillBackward1",
@@ -79,14 +110,18 @@ register(
     "MaskedFillBackward0",
     "MaskedFillBackward1",
     "MaskedScatterBackward0",
+    "MaxPool2DWithIndicesBackwardBackward0",
+    "PutBackward0",
     "ScatterBackward0",
     "ScatterBackward1",
     "ScatterAddBackward0",
     "SelectScatterBackward0",
     "SliceScatterBackward0",
 )
-register(Selection(scaled=True), "IndexAddBackward0")
-register(Selection(scaled=True, linear=False), "IndexReduceBackward0", "ScatterReduceBackward0")
+register(Selection(scaled=True), "IndexAddBackward0", "NativeDropoutBackwardBackward0")
+register(
+    Selection(scaled=True, linear=False), "IndexReduceBackward0", "ScatterReduceBackward0", "SegmentReduceBackward0"
+)
 # sums
 register(
     Selection(),
@@ -103,11 +138,15 @@ register(
     "BlockDiagBackward0",
     "CatBackward0",
     "ExpandBackward0",
+    "ExpandBackward0_copy",
     "RepeatBackward0",
     "SplitBackward0",
+    "SplitBackward0_copy",
     "SplitWithSizesBackward0",
+    "SplitWithSizesBackward0_copy",
     "StackBackward0",
     "UnbindBackward0",
+    "UnbindBackward0_copy",
     "UnsafeSplitBackward0",
     "UnsafeSplitWithSizesBackward0",
 )
@@ -123,6 +162,15 @@ register(
     "UpsampleNearestExact2DBackward0",
     "UpsampleNearestExact3DBackward0",
 )
+# random numbers do not depend on their parameters, as torch has it
+register(
+    Selection(),
+    *("BernoulliBackward0", "BernoulliBackward1", "BernoulliBackward2"),
+    "UniformBackward0",
+    *("NormalBackward0", "NormalBackward1", "NormalBackward2", "NormalBackward3"),
+)
+# sequences of unequal length, module hooks
+register(Selection(), "PackPaddedSequenceBackward0", "BackwardHookFunctionBackward")
 # padding and cutting
 register(
     Selection(),

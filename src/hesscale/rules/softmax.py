@@ -1,4 +1,4 @@
-"""Softmax, log-softmax and logsumexp: outputs coupled over one or several dimensions, q = softmax(x)."""
+"""Softmax and log-softmax: outputs coupled over one dimension, q = softmax(x)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .calculus import added
 from .families import Coupled, Elementwise, Pair, signed
-from .table import RULES, register
+from .table import register
 
 
 def log_softmax(node: Any, s: Tensor | None, g: Tensor | None) -> Tensor | None:
@@ -30,18 +30,6 @@ def softmax(node: Any, s: Tensor | None, g: Tensor | None) -> Tensor | None:
     return added(transport, residual)
 
 
-def logsumexp(node: Any, s: Tensor | None, g: Tensor | None) -> Tensor | None:
-    """transport q² s,  residual (q − q²) g."""
-    x, result, dims = node._saved_self, node._saved_result, [signed(dim) for dim in node._saved_dim]
-    shape = list(x.shape)
-    for dim in dims or range(x.dim()):
-        shape[dim] = 1
-    q = (x - result.reshape(shape)).exp()
-    transport = None if s is None else q * q * s.reshape(shape)
-    residual = None if g is None else (q - q * q) * g.reshape(shape)
-    return added(transport, residual)
-
-
 def elementwise_log_softmax(node: Any) -> Pair:
     """Each output as a function of its own input alone: f' = 1 − q,  f'' = q² − q."""
     q = node._saved_result.exp()
@@ -56,12 +44,10 @@ def elementwise_softmax(node: Any) -> Pair:
 
 
 register(Coupled(log_softmax), "LogSoftmaxBackward0")
-register(Coupled(softmax), "SoftmaxBackward0")
-register(Coupled(logsumexp), "LogsumexpBackward0")
+register(Coupled(softmax), "SafeSoftmaxBackward0", "SoftmaxBackward0")
 
-BL89 = RULES.overlay(
-    {
-        "LogSoftmaxBackward0": Elementwise(elementwise_log_softmax),
-        "SoftmaxBackward0": Elementwise(elementwise_softmax),
-    }
-)
+BL89_SOFTMAX = {
+    "LogSoftmaxBackward0": Elementwise(elementwise_log_softmax),
+    "SafeSoftmaxBackward0": Elementwise(elementwise_softmax),
+    "SoftmaxBackward0": Elementwise(elementwise_softmax),
+}

@@ -27,6 +27,7 @@ def changed(operation: Any) -> Any:
 
 
 CASES = [
+    Case("ToCopyBackward0", lambda t: t.to(t.dtype, copy=True), x),
     Case(NODE, written, x, v),
     Case(NODE, written, x, randn(1, seed=2), label="broadcast"),
     Case(NODE, lambda t: written(t, 2.0), x, label="constant"),

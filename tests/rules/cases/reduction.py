@@ -1,8 +1,10 @@
 """Rows for reductions and for functions coupled over a dimension."""
 
+from collections.abc import Callable
 from math import inf
 
 import torch
+from torch import Tensor
 
 from ..case import Case, constant, distinct, randn
 
@@ -12,6 +14,21 @@ zeros = randn(3, 4)
 with torch.no_grad():
     zeros[0, 1] = zeros[1] = 0.0
 norm = torch.linalg.vector_norm
+
+wide = randn(3, 4, seed=2)
+with torch.no_grad():
+    wide *= 300
+UPPER = tuple(torch.triu_indices(3, 3, offset=1))
+
+
+def plain_cdist(p: float) -> Callable[[Tensor, Tensor], Tensor]:
+    """The same in operations that torch can differentiate twice."""
+    return lambda a, b: (a.unsqueeze(-2) - b.unsqueeze(-3)).abs().pow(p).sum(-1).pow(1 / p)
+
+
+def plain_pdist(a: Tensor) -> Tensor:
+    return (a[UPPER[0]] - a[UPPER[1]]).abs().pow(3).sum(-1).pow(1 / 3)
+
 
 CASES = [
     Case("SumBackward0", torch.sum, x),
@@ -39,6 +56,18 @@ CASES = [
     Case("NormBackward0", lambda t: torch.ops.aten.norm.Scalar(t, 3), x),
     Case("NormBackward1", torch.pairwise_distance, x, constant(y)),
     Case("DistBackward0", lambda s, t: torch.dist(s, t, 3), x, y),
+    Case("CdistBackward0", torch.cdist, cube, randn(2, 2, 4, seed=1), reference=plain_cdist(2)),
+    Case(
+        "CdistBackward0",
+        lambda a, b: torch.cdist(a, b, p=3),
+        x,
+        randn(5, 4, seed=1),
+        reference=plain_cdist(3),
+        label="3",
+    ),
+    Case("PdistBackward0", lambda a: torch.pdist(a, p=3), x, reference=plain_pdist),
+    Case("LogcumsumexpBackward0", lambda t: t.logcumsumexp(1), x),
+    Case("LogcumsumexpBackward0", lambda t: t.logcumsumexp(0), wide, label="wide"),
     Case("ProdBackward0", torch.prod, x),
     Case("ProdBackward0", torch.prod, zeros, label="zeros"),
     Case("ProdBackward1", lambda t: t.prod(-1, keepdim=True), cube),
@@ -49,6 +78,7 @@ CASES = [
     Case("LogsumexpBackward0", lambda t: t.logsumexp((0, -1), keepdim=True), cube, label="dims"),
     Case("SoftmaxBackward0", lambda t: t.softmax(-1), x),
     Case("SoftmaxBackward0", lambda t: t.softmax(1), cube, label="inner-dim"),
+    Case("SafeSoftmaxBackward0", lambda t: torch.ops.aten._safe_softmax(t, -1), x),
     Case("LogSoftmaxBackward0", lambda t: t.log_softmax(-1), x),
     Case("LogSoftmaxBackward0", lambda t: t.log_softmax(0), cube, label="first-dim"),
 ]

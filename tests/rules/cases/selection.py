@@ -6,8 +6,9 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pack_padded_sequence
 
-from ..case import Case, constant, distinct, randn
+from ..case import Case, between, constant, distinct, randn
 
 x, cube, square = randn(3, 4), randn(2, 3, 4), randn(4, 4)
 v = randn(5)
@@ -19,6 +20,33 @@ places = torch.tensor([[1, 3], [0, 0], [2, 1]])
 apart = torch.tensor([[1, 3], [0, 2], [2, 1]])
 mask = constant(randn(3, 4, seed=3)) > 0
 patch = randn(2, 4, seed=5)
+
+
+def segments(how: str) -> Callable[[Tensor], Tensor]:
+    return lambda t: torch.segment_reduce(t, how, lengths=torch.tensor([2, 1]), axis=0)
+
+
+def fixed_draw(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The function with the same random numbers at every call."""
+
+    def call(*tensors: Tensor) -> Tensor:
+        with torch.random.fork_rng():
+            torch.manual_seed(5)
+            return function(*tensors)
+
+    return call
+
+
+def unpooled(t: Tensor) -> Tensor:
+    images, places = distinct(1, 1, 4, 6).detach().to(t.dtype), torch.tensor([[[[0, 3, 5], [12, 15, 23]]]])
+    return torch.ops.aten.max_pool2d_with_indices_backward(t, images, [2, 2], [2, 2], [0, 0], [1, 1], False, places)
+
+
+def hooked(t: Tensor) -> Tensor:
+    """A module with a backward hook of its own."""
+    module = torch.nn.Identity()
+    module.register_full_backward_hook(lambda *_: None)
+    return module(t)
 
 
 def index_reduce(how: str) -> Callable[[Tensor, Tensor], Tensor]:
@@ -54,9 +82,63 @@ CASES = [
     Case("UnsafeViewBackward0", lambda t: torch.ops.aten._unsafe_view(t, (2, 6)), x),
     Case("UnsqueezeBackward0", lambda t: t.unsqueeze(-2), x),
     Case("ViewBackward0", lambda t: t.view(2, 6), x),
+    Case("AsStridedBackward1", lambda t: (t + 0).as_strided_((2, 3), (1, 4)), x),
+    Case("SqueezeBackward3", lambda t: (t + 0).squeeze_(), randn(1, 3, 1)),
+    Case("SqueezeBackward5", lambda t: (t + 0).squeeze_((0, 2)), randn(1, 3, 1)),
+    Case("TBackward1", lambda t: (t + 0).t_(), x),
+    Case("TransposeBackward1", lambda t: (t + 0).transpose_(0, 1), x),
+    Case("UnsqueezeBackward1", lambda t: (t + 0).unsqueeze_(1), x),
+    Case("LiftFreshBackward0", torch.ops.aten.lift_fresh, x),
+    Case("UnsafeIndexBackward0", lambda t: torch.ops.aten._unsafe_index(t, [rows]), x),
+    Case("FillBackward2", lambda t: (t + 0).fill_(2.0), x),
+    Case("FillBackward3", lambda t, d: (t + 0).fill_(d), x, randn(seed=4)),
+    Case("ZeroBackward0", lambda t: (t + 0).zero_(), x),
+    Case("UniformBackward0", fixed_draw(lambda t: (t + 0).uniform_()), x),
+    Case("AsStridedBackward0_copy", lambda t: torch.as_strided_copy(t, (2, 3), (1, 4)), x),
+    Case("NarrowCopyBackward0", lambda t: torch.narrow_copy(t, 1, 1, 2), x),
+    Case("PermuteBackward0_copy", lambda t: torch.permute_copy(t, (2, 0, 1)), cube),
+    Case("ReshapeAliasBackward0_copy", lambda t: torch.ops.aten._reshape_alias_copy(t, (4, 3), (3, 1)), x),
+    Case("SelectBackward0_copy", lambda t: torch.select_copy(t, 1, 1), x),
+    Case("SliceBackward0_copy", lambda t: torch.slice_copy(t, 1, 1), x),
+    Case("SqueezeBackward0_copy", torch.squeeze_copy, randn(1, 3, 1)),
+    Case("SqueezeBackward1_copy", lambda t: torch.squeeze_copy(t, -1), randn(3, 1)),
+    Case("SqueezeBackward2_copy", lambda t: torch.squeeze_copy(t, (0, 2)), randn(1, 3, 1)),
+    Case("TBackward0_copy", torch.t_copy, x),
+    Case("TransposeBackward0_copy", lambda t: torch.transpose_copy(t, 0, 1), x),
+    Case("UnfoldBackward0_copy", lambda t: torch.unfold_copy(t, 1, 3, 1), x),
+    Case("UnsqueezeBackward0_copy", lambda t: torch.unsqueeze_copy(t, 1), x),
+    Case("ViewBackward0_copy", lambda t: torch.view_copy(t, (2, 6)), x),
+    Case("ExpandBackward0_copy", lambda t: torch.expand_copy(t, (2, 3, 4)), randn(3, 1)),
+    Case("SplitBackward0_copy", lambda t: torch.split_copy(t, 2, 1), x),
+    Case("SplitWithSizesBackward0_copy", lambda t: torch.split_with_sizes_copy(t, [1, 3], 1), x),
+    Case("UnbindBackward0_copy", lambda t: torch.unbind_copy(t, 1), x),
+    Case("AliasBackward0_copy", torch.alias_copy, x),
+    Case("UnsafeMaskedIndexBackward0", lambda t: torch.ops.aten._unsafe_masked_index(t, mask[:, :1], [rows], 0.0), x),
+    Case("AsStridedScatterBackward0", lambda t, d: t.as_strided_scatter(d, (2, 4), (4, 1)), x, patch),
+    Case("FillBackward0", lambda t: torch.fill(t, 2.0), x),
+    Case("FillBackward1", torch.fill, x, randn(seed=4)),
+    Case("MaxPool2DWithIndicesBackwardBackward0", unpooled, distinct(1, 1, 2, 3)),
+    Case("PutBackward0", lambda t, d: torch.put(t, apart, d), x, randn(3, 2, seed=4)),
+    Case("NativeDropoutBackwardBackward0", lambda t: torch.ops.aten.native_dropout_backward(t, mask, 2.0), x),
+    Case("SegmentReduceBackward0", segments("mean"), x, reference=lambda t: torch.stack([t[:2].mean(0), t[2]])),
+    Case(
+        "SegmentReduceBackward0",
+        segments("prod"),
+        x,
+        reference=lambda t: torch.stack([t[:2].prod(0), t[2]]),
+        label="prod",
+    ),
+    Case("BernoulliBackward0", fixed_draw(torch.bernoulli), between(0.1, 0.9, 3, 4)),
+    Case("BernoulliBackward1", fixed_draw(lambda t, p: (t + 0).bernoulli_(p)), x, between(0.1, 0.9, 3, 4)),
+    Case("BernoulliBackward2", fixed_draw(lambda t: (t + 0).bernoulli_(0.4)), x),
+    Case("NormalBackward0", fixed_draw(lambda t: (t + 0).normal_()), x),
+    Case("NormalBackward1", fixed_draw(lambda t: torch.normal(t, 2.0)), x),
+    Case("NormalBackward2", fixed_draw(lambda t: torch.normal(2.0, t)), between(0.1, 0.9, 3, 4)),
+    Case("NormalBackward3", fixed_draw(torch.normal), x, between(0.1, 0.9, 3, 4)),
+    Case("PackPaddedSequenceBackward0", lambda t: pack_padded_sequence(t, [4, 2, 1]).data, randn(4, 3, 2)),
+    Case("BackwardHookFunctionBackward", hooked, x),
     Case("AliasBackward0", torch.ops.aten.alias, x),
     Case("CloneBackward0", torch.clone, x),
-    Case("ToCopyBackward0", lambda t: t.to(torch.float64, copy=True), x),
     Case("GatherBackward0", lambda t: t.gather(1, places), x),
     Case("IndexBackward0", lambda t: t[rows], x),
     Case("IndexBackward0", lambda t: t[mask], x, label="mask"),
