@@ -33,7 +33,7 @@ class Report:
 
 
 def check(loss: Tensor, *, method: str = "hesscale") -> Report:
-    """What ``hesscale.backward(loss, method=method)`` would meet; prints as a short table. Nothing is run or changed."""
+    """What ``hesscale.backward(loss, method=method)`` would meet. Prints as a short table; nothing is run."""
     table = method_named(method).rules
     if not isinstance(loss, Tensor) or not loss.requires_grad:
         raise RuntimeError("there is no graph to look at: the loss does not require grad")
@@ -50,7 +50,7 @@ def check(loss: Tensor, *, method: str = "hesscale") -> Report:
         kinds["missing" if rule is None else "exact" if rule.exact else "approximated"][name] += 1
     regions = find_regions(graph, rules, frozenset())
     inside = {node for region in regions.values() for edge in region.sources for node in (edge[0], *region.nodes)}
-    shared = sum(
-        graph.consumers[node] > 1 and len(graph.shapes[node]) == 1 and node not in inside for node in graph.order
-    )
-    return Report(*(dict(sorted(kinds[kind].items())) for kind in kinds), shared=shared, regions=len(regions))
+    several = (node for node in graph.order if graph.consumers[node] > 1 and len(graph.shapes[node]) == 1)
+    shared = sum(node not in inside for node in several)
+    exact, approximated, missing = (dict(sorted(kinds[kind].items())) for kind in kinds)
+    return Report(exact, approximated, missing, shared=shared, regions=len(regions))

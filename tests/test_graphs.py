@@ -1,0 +1,172 @@
+"""Graphs that are no chains: residual and dense connections, shared and frozen parts, writes in place, many losses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import hesscale
+from hesscale.testing import exact_diagonal
+
+
+def leaf(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).requires_grad_()
+
+
+def test_residual_connections_add_their_paths() -> None:
+    """At x the identity adds s itself, and the branch what a branch alone would give."""
+    x, w = leaf(3, 4), leaf(4, 4, seed=1)
+    g, s = leaf(3, 4, seed=2).detach(), leaf(3, 4, seed=3).detach()
+    (whole,) = hesscale.diagonal(x + torch.tanh(x @ w), x, g, s)
+    (branch,) = hesscale.diagonal(torch.tanh(x @ w), x, g, s)
+    torch.testing.assert_close(whole, s + branch)
+
+
+def test_in_place_activations_and_sums() -> None:
+    x, w = leaf(3, 4), leaf(4, 4, seed=1)
+
+    def plain(t: Tensor) -> Tensor:
+        return F.relu(t @ w + t).sin().square().sum()
+
+    def in_place(t: Tensor) -> Tensor:
+        h = t @ w
+        h += t
+        return F.relu_(h).sin().square_().sum()
+
+    for ours, theirs in zip(hesscale.diagonal(in_place(x), (x, w)), hesscale.diagonal(plain(x), (x, w)), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_writes_into_slices() -> None:
+    x, w = leaf(3, 4), leaf(4, 4, seed=1)
+
+    def written(t: Tensor) -> Tensor:
+        h = t @ w
+        h[:, :2] = torch.tanh(h[:, 2:])
+        h[0] *= 2
+        return h
+
+    def joined(t: Tensor) -> Tensor:
+        h = t @ w
+        h = torch.cat([torch.tanh(h[:, 2:]), h[:, 2:]], 1)
+        return torch.cat([h[:1] * 2, h[1:]])
+
+    g, s = leaf(3, 4, seed=2).detach(), leaf(3, 4, seed=3).detach()
+    found, expected = (hesscale.diagonal(f(x), (x, w), g, s) for f in (written, joined))
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_coupled_write_into_a_slice_is_refused() -> None:
+    x = leaf(3, 4)
+    h = x.clone()
+    h[1:].cumsum_(0)
+    with pytest.raises(NotImplementedError, match="out of place"):
+        hesscale.backward(h.square().sum())
+    assert x.grad is None
+
+
+def test_penalties_and_several_losses() -> None:
+    """Parameters in the loss itself get the penalty's curvature on top."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    x, y = torch.randn(5, 3, dtype=torch.float64), torch.tensor([0, 1, 1, 0, 1])
+    parameters = list(model.parameters())
+    plain = hesscale.diagonal(F.cross_entropy(model(x), y), parameters)
+    penalty = 0.3 * sum((p * p).sum() for p in parameters) + sum(p.pow(4).sum() for p in parameters)
+    both = hesscale.diagonal(F.cross_entropy(model(x), y) + penalty, parameters)
+    for with_it, without, p in zip(both, plain, parameters, strict=True):
+        assert with_it is not None and without is not None
+        torch.testing.assert_close(with_it, without + 0.6 + 12 * p.detach().square())
+
+
+def test_tied_embeddings() -> None:
+    torch.manual_seed(0)
+    table = nn.Embedding(7, 4).double()
+    tokens, targets = torch.tensor([1, 3, 3, 6]), torch.tensor([2, 0, 5, 1])
+    loss = F.cross_entropy(torch.tanh(table(tokens)) @ table.weight.t(), targets)
+    hesscale.backward(loss)
+    copy = table.weight.detach().clone().requires_grad_()
+    untied = F.cross_entropy(torch.tanh(F.embedding(tokens, table.weight)) @ copy.t(), targets)
+    read, written = hesscale.diagonal(untied, (table.weight, copy))
+    assert read is not None and written is not None
+    torch.testing.assert_close(table.weight.curvature, read + written)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("wrap", ["weight_norm", "spectral_norm", "orthogonal"])
+def test_parametrizations(wrap: str) -> None:
+    torch.manual_seed(0)
+    layer = getattr(nn.utils.parametrizations, wrap)(nn.Linear(4, 4).double())
+    hesscale.backward(layer(torch.randn(5, 4, dtype=torch.float64)).square().mean())
+    assert all(torch.isfinite(p.curvature).all() for p in layer.parameters())  # type: ignore[attr-defined]
+
+
+def test_frozen_layers_carry_curvature_and_get_none() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    x = torch.randn(5, 3, dtype=torch.float64)
+    whole = hesscale.diagonal(model(x).square().mean(), list(model.parameters()))
+    model[2].requires_grad_(False)
+    hesscale.backward(model(x).square().mean())
+    assert not hasattr(model[2].weight, "curvature")
+    torch.testing.assert_close(model[0].weight.curvature, whole[0])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("missing", ["exact", "sample"])
+def test_operations_without_a_rule(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Softmax without its rule: exactly what the rule gives, or that in the mean of many probes."""
+    x = leaf(2, 3)
+    g, s = leaf(2, 3, seed=2).detach(), leaf(2, 3, seed=3).detach()
+    (expected,) = hesscale.diagonal(x.softmax(1), x, g, s)
+    rows = {name: rule for name, rule in hesscale.rules.RULES._rows.items() if name != "SoftmaxBackward0"}
+    monkeypatch.setattr(hesscale.rules.RULES, "_rows", rows)
+    generator = torch.Generator().manual_seed(0)
+    draws = 1 if missing == "exact" else 4000
+    found = torch.stack(
+        [hesscale.diagonal(x.softmax(1), x, g, s, missing=missing, generator=generator)[0] for _ in range(draws)]  # type: ignore[arg-type, misc]
+    )
+    assert expected is not None
+    if missing == "exact":
+        torch.testing.assert_close(found[0], expected, rtol=1e-10, atol=1e-10)
+    else:
+        error = (found.mean(0) - expected).abs()
+        assert (error <= 5 * found.std(0) / draws**0.5 + 1e-12).all()
+
+
+def test_fallbacks_speak_clearly(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = leaf(100, 100)
+    rows = {name: rule for name, rule in hesscale.rules.RULES._rows.items() if name != "SoftmaxBackward0"}
+    monkeypatch.setattr(hesscale.rules.RULES, "_rows", rows)
+    with pytest.raises(NotImplementedError, match=r"10000 elements.*'sample'"):
+        hesscale.backward(x.softmax(1).square().sum(), missing="exact")
+    with pytest.raises(ValueError, match="generator"):
+        hesscale.backward(x.softmax(1).square().sum(), missing="sample")
+    with pytest.raises(ValueError, match="'raise', 'exact' or 'sample'"):
+        hesscale.backward(x.softmax(1).square().sum(), missing="ignore")  # type: ignore[arg-type]
+    assert x.grad is None
+
+
+def test_check_lists_what_a_pass_will_meet() -> None:
+    torch.manual_seed(0)
+    model = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    out = model(torch.randn(2, 5, 8))
+    report = hesscale.check((out * torch.sigmoid(out)).sum())
+    assert report.approximated == {"ScaledDotProductFlashAttentionForCpuBackward0": 1}
+    assert report.exact["NativeLayerNormBackward0"] == 2
+    assert report.missing == {}
+    assert report.regions == 1
+    assert report.shared >= 2  # two residual connections
+    assert "ScaledDotProductFlashAttentionForCpuBackward0 x1" in str(report)
+    rates = leaf(3).detach().abs() + 1
+    assert hesscale.check(torch.igamma(rates, leaf(3).abs()).sum()).missing == {"IgammaBackward0": 1}
+
+
+def test_exact_diagonal_agrees_on_a_small_residual_network() -> None:
+    """The last layer behind a residual network is exact, whatever is before it."""
+    torch.manual_seed(0)
+    body, head = nn.Linear(4, 4).double(), nn.Linear(4, 3).double()
+    x = torch.randn(6, 4, dtype=torch.float64)
+    loss = F.cross_entropy(head(x + torch.relu(body(x))), torch.tensor([0, 1, 2, 0, 1, 2]))
+    expected = exact_diagonal(loss, list(head.parameters()))
+    torch.testing.assert_close(hesscale.diagonal(loss, list(head.parameters())), expected, rtol=1e-10, atol=1e-10)
