@@ -16,6 +16,7 @@ LAYERS = (
     "rules",
     "regions",
     "plan",
+    "walk",
     "backward",
     "inspection",
     "testing",
