@@ -61,16 +61,23 @@ def main() -> None:
         sys.stdout.write(f"{peak(*sys.argv[2:])}\n")
         return
     sys.stdout.write(f"torch {torch.__version__}, {torch.get_num_threads()} threads\n")
-    for network in sys.argv[1:] or NETWORKS:
-        times, memory = seconds(network), {}
+    networks = sys.argv[1:] or list(NETWORKS)
+    # memory first, from a small process: a child's peak starts at its parent's
+    memory = {(network, method): _in_child(network, method) for network in networks for method in METHODS}
+    for network in networks:
+        times = seconds(network)
         for method in METHODS:
-            command = [sys.executable, __file__, "--peak", network, method]
-            memory[method] = float(subprocess.run(command, capture_output=True, check=True).stdout)
-            ratio = times[method] / times["gradient"], memory[method] / memory["gradient"]
+            used, plain = memory[network, method], memory[network, "gradient"]
             sys.stdout.write(
-                f"{network:12} {method:12} {1000 * times[method]:8.1f} ms {ratio[0]:5.2f}x "
-                f"{memory[method]:7.0f} MiB {ratio[1]:5.2f}x\n"
+                f"{network:12} {method:12} {1000 * times[method]:8.1f} ms {times[method] / times['gradient']:5.2f}x "
+                f"{used:7.0f} MiB {used / plain:5.2f}x\n"
             )
+            sys.stdout.flush()
+
+
+def _in_child(network: str, method: str) -> float:
+    command = [sys.executable, __file__, "--peak", network, method]
+    return float(subprocess.run(command, capture_output=True, check=True).stdout)
 
 
 if __name__ == "__main__":
