@@ -1,0 +1,64 @@
+"""The Hugging Face Trainer: one overridden method arms the loss, and the optimizer is handed over ready-made."""
+
+import tempfile
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
+
+import hesscale
+
+
+class Parity(Dataset[dict[str, torch.Tensor]]):
+    """Sequences of ones and twos, labeled by which of them comes first."""
+
+    def __init__(self, count: int) -> None:
+        self.tokens = torch.randint(1, 3, (count, 6))
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.tokens[index], "labels": (self.tokens[index, 0] == 2).long()}
+
+
+class CurvatureTrainer(Trainer):
+    """A Trainer whose backward passes fill ``p.curvature``."""
+
+    def compute_loss(self, *arguments: Any, **options: Any) -> Any:
+        """The same loss, armed while training."""
+        found = super().compute_loss(*arguments, **options)
+        if not torch.is_grad_enabled():
+            return found
+        loss, *rest = found if isinstance(found, tuple) else (found,)
+        return (hesscale.attach(loss), *rest) if rest else hesscale.attach(loss)
+
+
+torch.manual_seed(0)
+data = Parity(256)
+config = BertConfig(
+    vocab_size=3, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, num_labels=2
+)
+model = BertForSequenceClassification(config)
+optimizer = hesscale.AdaHesScaleGN(model.parameters(), lr=1e-3)
+
+with tempfile.TemporaryDirectory() as folder:
+    arguments = TrainingArguments(
+        folder,
+        num_train_epochs=6,
+        per_device_train_batch_size=32,
+        use_cpu=True,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+        logging_strategy="no",
+    )
+    trainer = CurvatureTrainer(model, arguments, train_dataset=data, optimizers=(optimizer, None))
+    trainer.train()
+
+model.eval()
+with torch.no_grad():
+    guess = model(input_ids=data.tokens).logits.argmax(1)
+accuracy = (guess == (data.tokens[:, 0] == 2)).float().mean().item()
+print(f"accuracy {accuracy:.3f}")

@@ -1,0 +1,46 @@
+"""Lightning: it calls backward itself, so ``training_step`` hands it an armed loss."""
+
+import lightning
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import hesscale
+
+
+class Classifier(lightning.LightningModule):
+    """A small network with its training step and optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 4))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
+        """The loss of one batch; armed, so that the backward pass to come fills ``p.curvature``."""
+        x, y = batch
+        return hesscale.attach(F.cross_entropy(self.network(x), y))
+
+    def configure_optimizers(self) -> hesscale.AdaHesScale:
+        """With several processes, also call ``hesscale.distributed.synchronize(optimizer, self)`` here."""
+        return hesscale.AdaHesScale(self.parameters(), lr=1e-3)
+
+
+lightning.seed_everything(0, verbose=False)
+x = torch.randn(512, 8)
+y = x[:, :4].argmax(1)
+model = Classifier()
+trainer = lightning.Trainer(
+    max_epochs=15,
+    accelerator="cpu",
+    gradient_clip_val=1.0,
+    accumulate_grad_batches=2,
+    logger=False,
+    enable_checkpointing=False,
+    enable_progress_bar=False,
+    enable_model_summary=False,
+)
+trainer.fit(model, DataLoader(TensorDataset(x, y), batch_size=32, shuffle=True))
+
+accuracy = (model.network(x).argmax(1) == y).float().mean().item()
+print(f"accuracy {accuracy:.3f}")

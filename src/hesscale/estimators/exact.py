@@ -1,0 +1,81 @@
+"""The exact diagonals, of the Hessian and of the Gauss-Newton matrix: one pass per entry, many entries at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .passes import chunks, pulled_back, recorded, unit_vectors
+from .problem import Problem, output_tensors
+
+
+def hessian(problem: Problem) -> Sequence[Tensor | None]:
+    """∂²L/∂p_i² for every entry i: the i-th entry of the Hessian-vector product H e_i."""
+    outputs, extra = recorded(problem)
+    loss = problem.loss(outputs)
+    grads = torch.autograd.grad(loss, problem.tensors, create_graph=True, allow_unused=True)
+    return [_own_slopes(grad, p, extra) for grad, p in zip(grads, problem.tensors, strict=True)]
+
+
+def _own_slopes(grad: Tensor | None, p: Tensor, extra: int) -> Tensor | None:
+    if grad is None or not grad.requires_grad:
+        return None
+    result = p.new_zeros(p.numel())
+    for start, stop in chunks(p.numel(), elements=p.numel() + extra):
+        (rows,) = pulled_back([grad], [p], [unit_vectors(start, stop, p)])
+        result[start:stop] = rows.flatten(1).diagonal(offset=start)
+    return result.view(p.shape)
+
+
+def ggn(problem: Problem) -> Sequence[Tensor | None]:
+    """diag(Jᵀ H J), J the Jacobian of the model's output and H the Hessian of the loss with respect to it.
+
+    Exact for every loss that can be differentiated twice. As many passes as there are outputs or parameters,
+    whichever are fewer.
+    """
+    outputs, extra = recorded(problem)
+    ys = output_tensors(outputs)
+    slopes = torch.autograd.grad(problem.loss(outputs), ys, create_graph=True, materialize_grads=True)
+    if sum(y.numel() for y in ys) <= sum(p.numel() for p in problem.tensors):
+        return _by_outputs(ys, slopes, problem.tensors, extra)
+    return _by_parameters(ys, slopes, problem.tensors, extra)
+
+
+def _by_outputs(
+    ys: Sequence[Tensor], slopes: Sequence[Tensor], params: Sequence[Tensor], extra: int
+) -> Sequence[Tensor]:
+    """Σ_k (Jᵀ e_k) ∘ (Jᵀ H e_k) over all outputs k."""
+    results = [torch.zeros_like(p) for p in params]
+    size = sum(p.numel() for p in params) + extra
+    for y, slope in zip(ys, slopes, strict=True):
+        for start, stop in chunks(y.numel(), elements=size):
+            units = unit_vectors(start, stop, y)
+            plain = pulled_back([y], params, [units])
+            curved = pulled_back(ys, params, pulled_back([slope], ys, [units]))
+            for result, left, right in zip(results, plain, curved, strict=True):
+                result += (left * right).sum(0)
+    return results
+
+
+def _by_parameters(
+    ys: Sequence[Tensor], slopes: Sequence[Tensor], params: Sequence[Tensor], extra: int
+) -> Sequence[Tensor | None]:
+    """(J e_i)ᵀ H (J e_i) for every entry i; J e_i is the derivative of Jᵀw with respect to w, which is linear in w."""
+    weights = [torch.zeros_like(y, requires_grad=True) for y in ys]
+    pulled = torch.autograd.grad(ys, params, weights, create_graph=True, allow_unused=True)
+    return [_own_squares(u, p, weights, ys, slopes, extra) for u, p in zip(pulled, params, strict=True)]
+
+
+def _own_squares(
+    u: Tensor | None, p: Tensor, weights: Sequence[Tensor], ys: Sequence[Tensor], slopes: Sequence[Tensor], extra: int
+) -> Tensor | None:
+    if u is None:
+        return None
+    result = p.new_zeros(p.numel())
+    for start, stop in chunks(p.numel(), elements=p.numel() + extra):
+        pushed = pulled_back([u], weights, [unit_vectors(start, stop, p)])
+        curved = pulled_back(slopes, ys, pushed)
+        result[start:stop] = sum((a * b).flatten(1).sum(1) for a, b in zip(pushed, curved, strict=True))
+    return result.view(p.shape)

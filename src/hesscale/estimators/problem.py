@@ -1,0 +1,104 @@
+"""What every estimator is given, and how it is kept from leaving traces in the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+LossFunction = Callable[[Any, Any], Tensor]
+"""From a model's outputs and the targets to a scalar."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One loss of one batch, the parameters whose diagonal is wanted, and the means to sample."""
+
+    model: nn.Module
+    loss_fn: LossFunction
+    inputs: Any
+    targets: Any
+    params: Mapping[str, Tensor]
+    samples: int
+    generator: torch.Generator
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The parameters, in the order of ``params``: the order of every estimator's result."""
+        return tuple(self.params.values())
+
+    @property
+    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """How the model is called: a tuple is several inputs, a mapping named ones, anything else the only one."""
+        if isinstance(self.inputs, Mapping):
+            return (), dict(self.inputs)
+        return (self.inputs if isinstance(self.inputs, tuple) else (self.inputs,)), {}
+
+    def outputs(self) -> Any:
+        """What the model says to the batch: one forward pass, as it is in training or evaluation mode."""
+        args, kwargs = self.arguments
+        return self.model(*args, **kwargs)
+
+    def loss(self, outputs: Any) -> Tensor:
+        """The scalar loss of some outputs."""
+        loss = self.loss_fn(outputs, self.targets)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            shape = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"type {type(loss).__name__}"
+            raise ValueError(f"loss_fn(outputs, targets) must return a scalar tensor, not one of {shape}")
+        if not loss.requires_grad:
+            raise ValueError("the loss does not depend on any parameter that requires grad")
+        return loss
+
+
+def output_tensors(outputs: Any) -> tuple[Tensor, ...]:
+    """The tensors the Gauss-Newton matrix is split at: a model's output, or those in a tuple or list of them."""
+    found = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
+    tensors = tuple(y for y in found if isinstance(y, Tensor) and y.requires_grad)
+    if not tensors:
+        raise TypeError(
+            "this method needs the model's output to be a tensor that requires grad, or a tuple of them, "
+            f"not {type(outputs).__name__}"
+        )
+    return tensors
+
+
+def chosen_parameters(model: nn.Module, names: Sequence[str] | None) -> dict[str, Tensor]:
+    """The parameters of those names, or all that require grad."""
+    known: dict[str, Tensor] = dict(model.named_parameters())
+    if names is None:
+        chosen = {name: p for name, p in known.items() if p.requires_grad}
+        if not chosen:
+            raise ValueError("no parameter of the model requires grad")
+        return chosen
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise ValueError(f"the model has no parameter {', '.join(map(repr, unknown))}; it has {', '.join(known)}")
+    frozen = [name for name in names if not known[name].requires_grad]
+    if frozen:
+        raise ValueError(f"these parameters do not require grad: {', '.join(frozen)}")
+    return {name: known[name] for name in names}
+
+
+@contextmanager
+def without_traces(model: nn.Module) -> Iterator[None]:
+    """Buffers (batch-norm statistics, say) and torch's generators are afterwards what they were before."""
+    buffers = [(module, name) for module in model.modules() for name in module._buffers]
+    before = [(module, name, module._buffers[name], _copy(module._buffers[name])) for module, name in buffers]
+    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
+    try:
+        with torch.enable_grad(), torch.random.fork_rng(devices=sorted(device.index for device in devices)):
+            yield
+    finally:
+        for module, name, buffer, copy in before:
+            if buffer is not None and copy is not None and not torch.equal(buffer, copy):
+                with torch.no_grad():
+                    buffer.copy_(copy)
+            module._buffers[name] = buffer
+
+
+def _copy(buffer: Tensor | None) -> Tensor | None:
+    return None if buffer is None else buffer.detach().clone()

@@ -1,0 +1,33 @@
+"""Estimates from one backward pass: the three walks of ``hesscale.backward``, and the squared gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..backward import diagonal
+from .problem import Problem, output_tensors
+
+
+def hesscale(problem: Problem) -> Sequence[Tensor | None]:
+    """HesScale (Elsayed & Mahmood 2022): transport and residual at every node."""
+    return diagonal(problem.loss(problem.outputs()), problem.tensors, method="hesscale")
+
+
+def hesscale_gn(problem: Problem) -> Sequence[Tensor | None]:
+    """HesScaleGN: transport everywhere, the residual only between the model's output and the loss."""
+    outputs = problem.outputs()
+    return diagonal(problem.loss(outputs), problem.tensors, method="hesscale_gn", output=output_tensors(outputs))
+
+
+def bl89(problem: Problem) -> Sequence[Tensor | None]:
+    """Becker & LeCun (1989): HesScale with softmax taken for an element-wise function."""
+    return diagonal(problem.loss(problem.outputs()), problem.tensors, method="bl89")
+
+
+def squared_gradient(problem: Problem) -> Sequence[Tensor | None]:
+    """(∂L/∂p)² of the batch's loss, what Adam keeps an average of."""
+    grads = torch.autograd.grad(problem.loss(problem.outputs()), problem.tensors, allow_unused=True)
+    return [None if grad is None else grad.square() for grad in grads]

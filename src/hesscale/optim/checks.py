@@ -1,0 +1,145 @@
+"""What an optimizer refuses, each in words that say what to do; nothing has changed when one of these raises."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .updates import SCALES, Slot
+
+_NO_CURVATURE = (
+    "there is no fresh curvature for {name}: call optimizer.backward(loss) or hesscale.attach(loss).backward() "
+    "before step()"
+)
+_ZERO_CURVATURE = (
+    "curvature is zero everywhere in {names}, though the gradient is not: there is nothing to scale by, so it stays as "
+    "it is. The loss is (piecewise) linear there, as absolute and hinge losses are: use another loss or optimizer"
+)
+
+
+_ALONE = (
+    "{count} processes are training, but this optimizer uses the curvature of its own process only: call "
+    "hesscale.distributed.synchronize(optimizer, model) once before training, or copies of the model will drift apart"
+)
+_WIDE = (torch.float32, torch.float64)
+
+
+def refuse_bad_options(group: Mapping[str, Any], *, first: Mapping[str, Any]) -> None:
+    """ValueError, with the value in it, unless the options of a group make sense, alone and beside the ``first``."""
+    lr, eps = group["lr"], group["eps"]
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise ValueError(f"lr as a tensor must have one element, not shape {tuple(lr.shape)}")
+    if not lr >= 0.0:
+        raise ValueError(f"lr must not be negative: {lr}")
+    if not eps >= 0.0:
+        raise ValueError(f"eps must not be negative: {eps}")
+    if not all(0.0 <= beta < 1.0 for beta in group["betas"]):
+        raise ValueError(f"both betas must lie in [0, 1): {group['betas']}")
+    if not group["weight_decay"] >= 0.0:
+        raise ValueError(f"weight_decay must not be negative: {group['weight_decay']}")
+    if not isinstance(group["every"], int) or group["every"] < 1:
+        raise ValueError(f"every must be a whole number of steps, 1 or more: {group['every']}")
+    if group["trust_region"] is not None and not group["trust_region"] > 0.0:
+        raise ValueError(f"trust_region must be positive or None: {group['trust_region']}")
+    if group["trust_region"] != first["trust_region"]:
+        raise ValueError("trust_region bounds the step of all groups together: it cannot differ between them")
+    _refuse_bad_combinations(group)
+
+
+def _refuse_bad_combinations(group: Mapping[str, Any]) -> None:
+    if group["scale"] not in SCALES:
+        raise ValueError(f"unknown scale {group['scale']!r}: choose one of {', '.join(map(repr, SCALES))}")
+    if group["eps_inside_root"] and group["scale"] != "rms":
+        raise ValueError(f"eps_inside_root needs a root: scale='rms', not {group['scale']!r}")
+    if group["fused"] and group["foreach"]:
+        raise ValueError("choose one of fused=True and foreach=True")
+    if group["differentiable"] and (group["fused"] or group["foreach"]):
+        raise ValueError("differentiable=True runs as a loop: leave fused and foreach alone")
+    if group["capturable"] and group["every"] != 1:
+        raise ValueError("a captured step is the same each time: capturable=True needs every=1")
+
+
+def warn_if_alone(*, has_hooks: bool) -> None:
+    """Warns where several processes train and nothing averages their curvature."""
+    if not has_hooks and torch.distributed.is_available() and torch.distributed.is_initialized():
+        count = torch.distributed.get_world_size()
+        if count > 1:
+            warnings.warn(_ALONE.format(count=count), stacklevel=5)
+
+
+def name_of(group: Mapping[str, Any], index: int) -> str:
+    """A parameter in words: its own name where the optimizer got ``named_parameters()``."""
+    if "param_names" in group:
+        return str(group["param_names"][index])
+    return f"parameter {index} of its group, shape {tuple(group['params'][index].shape)}"
+
+
+def refuse_bad_gradient(group: Mapping[str, Any], index: int) -> None:
+    """Dense and real, or a RuntimeError."""
+    p = group["params"][index]
+    if p.dtype.is_complex:
+        name = name_of(group, index)
+        raise RuntimeError(f"{name} is complex: hesscale's optimizers work on real parameters only")
+    if p.grad.layout != torch.strided:
+        name = name_of(group, index)
+        raise RuntimeError(f"{name} has a sparse gradient: curvature is dense (nn.Embedding: sparse=False)")
+
+
+def fresh_curvature(group: Mapping[str, Any], index: int) -> Tensor:
+    """``p.curvature``; zeros where the gradient is zero too, which is what a parameter the loss never met has."""
+    p = group["params"][index]
+    curvature: Tensor | None = getattr(p, "curvature", None)
+    if curvature is None:
+        if p.grad.any():
+            raise RuntimeError(_NO_CURVATURE.format(name=name_of(group, index)))
+        return torch.zeros_like(p, requires_grad=False)
+    if curvature.shape != p.shape:
+        name = name_of(group, index)
+        raise RuntimeError(
+            f"the curvature of {name} has shape {tuple(curvature.shape)}, the parameter {tuple(p.shape)}"
+        )
+    return curvature
+
+
+def non_finite(slots: Sequence[Slot]) -> list[str]:
+    """The gradients and curvatures that hold an inf or a nan, in words. Warns of curvature that is zero throughout.
+
+    One sum per tensor finds both: an inf or nan anywhere makes the sum one.
+    """
+    if not slots:
+        return []
+    gradients = _sums([slot.g for slot in slots])
+    refreshed = [slot for slot in slots if slot.h is not None]
+    curvatures = dict(zip(map(id, refreshed), _sums([slot.h for slot in refreshed if slot.h is not None]), strict=True))
+    found, flat = [], []
+    for slot, gradient in zip(slots, gradients, strict=True):
+        curvature = curvatures.get(id(slot), 1.0)
+        if not math.isfinite(gradient):
+            found.append(f"the gradient of {name_of(*slot.place)}")
+        if not math.isfinite(curvature):
+            found.append(f"the curvature of {name_of(*slot.place)}")
+        if curvature == 0.0 and gradient != 0.0 and not _any(slot.h) and not _any(slot.v):
+            flat.append(name_of(*slot.place))
+    if flat:
+        warnings.warn(_ZERO_CURVATURE.format(names=", ".join(flat)), stacklevel=5)
+    return found
+
+
+def _any(tensor: Tensor | None) -> bool:
+    return tensor is not None and bool(tensor.any())
+
+
+def _sums(tensors: Sequence[Tensor]) -> list[float]:
+    if not tensors:
+        return []
+    # half precision would overflow in the sum
+    sums = [tensor.sum(dtype=None if tensor.dtype in _WIDE else torch.float32) for tensor in tensors]
+    if len({(value.dtype, value.device) for value in sums}) > 1:
+        sums = [value.to("cpu", torch.float64) for value in sums]
+    found: list[float] = torch.stack(sums).tolist()  # one transfer for all of them
+    return found

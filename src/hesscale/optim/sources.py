@@ -1,0 +1,185 @@
+"""Sampled curvature for the optimizers that compare: one Hutchinson probe, or one draw of the Gauss-Newton diagonal.
+
+Both write ``p.grad`` and ``p.curvature`` as ``hesscale.backward`` does: adding up, and afresh where ``p.grad`` is None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node
+
+from ..graph import Edge, behind, edge_of, trace
+from ..rules import RULES
+from ..rules.families import signed
+
+_NO_PARAMETER = (
+    "the loss depends on no parameter of this optimizer (sampled curvature cannot see parameters that "
+    "fully_shard has sharded: use AdaHesScale or AdaHesScaleGN for those)"
+)
+
+
+def hutchinson_backward(
+    loss: Tensor,
+    params: Sequence[Tensor],
+    *,
+    spatial_average: bool = True,
+    generator: torch.Generator | None = None,
+    retain_graph: bool = False,
+) -> None:
+    """Curvature v ∘ Hv for one v of random signs, by double backward; its expectation is the Hessian diagonal.
+
+    ``spatial_average``: kernels of 2-d convolutions get the mean of |v ∘ Hv| over their two spatial dimensions, as in
+    AdaHessian.
+    """
+    gradients = torch.autograd.grad(loss, params, create_graph=True, allow_unused=True)
+    pairs = [(p, g) for p, g in zip(params, gradients, strict=True) if g is not None]
+    probes = [_signs(p, generator) for p, _ in pairs]
+    products = _hessian_product(pairs, probes, retain_graph=retain_graph)
+    curvatures = [_averaged(v * hv, spatial_average) for v, hv in zip(probes, products, strict=True)]
+    _accumulate([p for p, _ in pairs], curvatures)
+    # through torch's own accumulation, so that hooks on it (DDP's among them) see these gradients
+    torch.autograd.backward([p for p, _ in pairs], [g.detach() for _, g in pairs])
+
+
+def _signs(p: Tensor, generator: torch.Generator | None) -> Tensor:
+    bits = torch.randint(0, 2, p.shape, generator=generator, device=p.device)
+    return bits.to(p.dtype).mul_(2).sub_(1)
+
+
+def _hessian_product(
+    pairs: Sequence[tuple[Tensor, Tensor]], probes: Sequence[Tensor], *, retain_graph: bool
+) -> list[Tensor]:
+    if not pairs:
+        raise RuntimeError(_NO_PARAMETER)
+    curved = [(g, v) for (_, g), v in zip(pairs, probes, strict=True) if g.requires_grad]
+    if not curved:  # the loss is linear in all of them
+        return [torch.zeros_like(v) for v in probes]
+    products = torch.autograd.grad(
+        [g for g, _ in curved],
+        [p for p, _ in pairs],
+        [v for _, v in curved],
+        allow_unused=True,
+        retain_graph=retain_graph,
+    )
+    return [torch.zeros_like(v) if hv is None else hv for hv, v in zip(products, probes, strict=True)]
+
+
+def _averaged(curvature: Tensor, spatial_average: bool) -> Tensor:
+    if spatial_average and curvature.dim() == 4:
+        return curvature.abs().mean(dim=(2, 3), keepdim=True).expand_as(curvature).contiguous()
+    return curvature
+
+
+def sampled_gauss_newton_backward(
+    loss: Tensor,
+    params: Sequence[Tensor],
+    *,
+    output: Tensor | None = None,
+    generator: torch.Generator | None = None,
+    retain_graph: bool = False,
+) -> None:
+    """Curvature (Jᵀv)² for one draw v with E[vvᵀ] = ∂²L/∂output²; its expectation is the Gauss-Newton diagonal.
+
+    v is a gradient of the loss at a target drawn from the model itself: from the categorical distribution for
+    log-softmax (cross-entropy), a Gaussian for the squared error, a Bernoulli for binary cross-entropy with logits.
+    The loss may be linear in one of these, or in several. J is that of the whole batch: the square is taken of a batch
+    gradient, where BackPACK squares example by example; the expectation is the same, the variance higher.
+    ``output`` only makes sure that the loss was found where it begins.
+    """
+    found = [_draw(loss, node, generator) for node in _likelihoods(loss)]
+    if output is not None and edge_of(output)[0] not in behind([edge for edge, _ in found]):
+        raise ValueError("output does not lie behind the likelihood that was found in this loss")
+    pulled = torch.autograd.grad(
+        [GradientEdge(*edge) for edge, _ in found],
+        params,
+        [v for _, v in found],
+        retain_graph=True,
+        allow_unused=True,
+    )
+    pairs = [(p, u) for p, u in zip(params, pulled, strict=True) if u is not None]
+    if not pairs:
+        raise RuntimeError(_NO_PARAMETER)
+    _accumulate([p for p, _ in pairs], [u.square() for _, u in pairs])
+    loss.backward(retain_graph=retain_graph)
+
+
+def _likelihoods(loss: Tensor) -> list[Node]:
+    """The nodes of the loss that belong to a known likelihood; all nodes before them must be linear."""
+    graph = trace(edge_of(loss))
+    found: list[Node] = []
+    reached = {graph.root[0]}
+    for node in graph.order:
+        if node not in reached:
+            continue
+        if node.name() in _DRAWS:
+            found.append(node)
+        elif node.name() in RULES and RULES[node.name()].is_linear(graph.wanted[node]):
+            reached.update(edge[0] for edge in graph.edges[node] if edge is not None)
+        else:
+            raise ValueError(
+                f"no likelihood to draw from: the loss ends in {node.name()}, which is neither linear nor one of "
+                f"{', '.join(_DRAWS)}"
+            )
+    return found
+
+
+def _draw(loss: Tensor, node: Any, generator: torch.Generator | None) -> tuple[Edge, Tensor]:
+    g = torch.autograd.grad(loss, GradientEdge(node, 0), retain_graph=True)[0]
+    with torch.no_grad():
+        v: Tensor = _DRAWS[node.name()](node, g, generator)
+    return node.next_functions[0], v
+
+
+def _categorical(node: Any, g: Tensor, generator: torch.Generator | None) -> Tensor:
+    """√a (q − onehot(k)), k ~ q, with a = −Σ g over the classes: E[vvᵀ] = a (diag q − qqᵀ)."""
+    dim = signed(node._saved_dim)
+    result: Tensor = node._saved_result
+    q = result.exp().movedim(dim, -1)
+    drawn = torch.multinomial(q.reshape(-1, q.shape[-1]), 1, generator=generator).view(*q.shape[:-1], 1)
+    weight = -g.movedim(dim, -1).sum(-1, keepdim=True)
+    return ((q - torch.zeros_like(q).scatter_(-1, drawn, 1.0)) * _root(weight)).movedim(-1, dim)
+
+
+def _gaussian(node: Any, g: Tensor, generator: torch.Generator | None) -> Tensor:
+    """√(2a) ε, ε ~ N(0, I), for a (y − target)²: E[vvᵀ] = 2a I."""
+    y = node._saved_self
+    noise = torch.randn(y.shape, generator=generator, device=y.device, dtype=y.dtype)
+    return noise * _root(2 * _each(node, g, y))
+
+
+def _bernoulli(node: Any, g: Tensor, generator: torch.Generator | None) -> Tensor:
+    """√a (σ(y) − b), b ~ σ(y), with a the element's weight in the loss: E[vvᵀ] = a σ(1 − σ)."""
+    y, target, weight, positive = node._saved_self, node._saved_target, node._saved_weight, node._saved_pos_weight
+    factor = _each(node, g, y) * (1 if weight is None else weight)
+    if positive is not None:
+        factor = factor * (1 + (positive - 1) * target)
+    q = torch.sigmoid(y)
+    return (q - torch.bernoulli(q, generator=generator)) * _root(factor)
+
+
+_DRAWS: dict[str, Callable[[Any, Tensor, torch.Generator | None], Tensor]] = {
+    "LogSoftmaxBackward0": _categorical,
+    "MseLossBackward0": _gaussian,
+    "BinaryCrossEntropyWithLogitsBackward0": _bernoulli,
+}
+
+
+def _each(node: Any, g: Tensor, y: Tensor) -> Tensor:
+    """The weight of each element in a loss that was averaged (reduction 1), summed or left as it is."""
+    return g / y.numel() if node._saved_reduction == 1 else g
+
+
+def _root(weight: Tensor) -> Tensor:
+    if bool((weight < 0).any()):
+        raise ValueError("the loss is a likelihood with a negative weight: its Gauss-Newton matrix has no root")
+    return weight.sqrt()
+
+
+def _accumulate(params: Sequence[Tensor], curvatures: Sequence[Tensor]) -> None:
+    for p, curvature in zip(params, curvatures, strict=True):
+        old: Tensor | None = None if p.grad is None else getattr(p, "curvature", None)
+        p.curvature = curvature.detach() if old is None else old.add_(curvature.detach())  # type: ignore[attr-defined]

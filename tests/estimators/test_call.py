@@ -1,0 +1,157 @@
+"""The call itself: what goes in, what comes out, and that nothing else changes."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import hesscale
+from hesscale.estimators import ESTIMATORS
+
+from .cases import BY_NAME, CASES, Case, mlp, numbers
+from .reference import flat
+
+
+@pytest.mark.parametrize("method", ESTIMATORS)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_every_estimator_gives_every_parameter_a_finite_diagonal(case: Case, method: str) -> None:
+    if method in ("hesscale", "hesscale_gn", "bl89") and not case.has_rules:
+        pytest.skip("no rules yet")
+    names = [name for name, _ in case.model.named_parameters()]
+    if method == "kfac":
+        names = names[-2:]
+    found = hesscale.estimate(method, case.model, case.loss_fn, case.batch, params=names)
+    assert list(found) == names
+    for name, p in case.model.named_parameters():
+        if name in found:
+            assert found[name].shape == p.shape
+            assert found[name].dtype == p.dtype
+            assert found[name].isfinite().all()
+            assert not found[name].requires_grad
+
+
+def dropout_net() -> nn.Module:
+    layers = nn.Linear(3, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Dropout(0.5), nn.Linear(6, 3)
+    return nn.Sequential(*layers).double()
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("method", ESTIMATORS)
+def test_nothing_is_left_behind(method: str, training: bool) -> None:
+    model = dropout_net().train(training)
+    if method in ("hesscale", "hesscale_gn", "bl89") and not BY_NAME["batch-norm"].has_rules:
+        pytest.skip("no rules yet")
+    names = ["0.weight", "4.weight"]
+    state, buffer = copy.deepcopy(model.state_dict()), model[1].running_mean  # type: ignore[index]
+    random = torch.random.get_rng_state()
+    with torch.no_grad():
+        found = hesscale.estimate(method, model, F.cross_entropy, BY_NAME["mlp"].batch, params=names)
+    assert all(s.isfinite().all() for s in found.values())
+    assert torch.equal(random, torch.random.get_rng_state())
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert model[1].running_mean is buffer  # type: ignore[index]
+    assert model.training is training
+    for p in model.parameters():
+        assert p.grad is None
+        assert not hasattr(p, "curvature")
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_nothing_is_left_behind_by_an_error() -> None:
+    model = dropout_net()
+    state = copy.deepcopy(model.state_dict())
+
+    def fail(outputs: Tensor, targets: Tensor) -> Tensor:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        hesscale.estimate("hessian", model, fail, BY_NAME["mlp"].batch)
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+
+
+def test_dropout_is_the_same_for_all_passes_of_one_estimate() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 6), nn.ReLU(), nn.Dropout(0.5), nn.Linear(6, 3)).double()
+    batch = BY_NAME["mlp"].batch
+    both = [flat(hesscale.estimate(method, model, F.cross_entropy, batch)) for method in ("hessian", "ggn")]
+    torch.testing.assert_close(*both, rtol=1e-10, atol=1e-10)
+
+
+def test_tied_parameters_appear_once_and_count_twice() -> None:
+    layer = nn.Linear(3, 3, bias=False).double()
+    model = nn.Sequential(layer, nn.Tanh(), layer)
+    found = hesscale.estimate("hessian", model, F.mse_loss, (numbers(2, 3), numbers(2, 3)))
+    loss = F.mse_loss(model(numbers(2, 3)), numbers(2, 3))
+    torch.testing.assert_close(found["0.weight"], hesscale.testing.exact_diagonal(loss, layer.weight)[0])
+    assert list(found) == ["0.weight"]
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(3, 2), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+        return self.left(x), self.right(z).tanh()
+
+
+def product(outputs: tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
+    return F.mse_loss(outputs[0] * outputs[1], targets)
+
+
+@pytest.mark.parametrize("method", ["hesscale", "hesscale_gn", "hessian", "ggn", "hutchinson", "squared_gradient"])
+def test_several_inputs_by_place_or_name_and_several_outputs(method: str) -> None:
+    model = Two().double()
+    x, z, targets = numbers(4, 3), numbers(4, 3).flip(0), numbers(4, 2)
+    batches: list[tuple[Any, Any]] = [((x, z), targets), ({"z": z, "x": x}, targets)]
+    first, second = (
+        flat(hesscale.estimate(method, model, product, batch, generator=torch.Generator().manual_seed(0)))
+        for batch in batches
+    )
+    assert torch.equal(first, second)
+
+
+def test_over_a_loader_is_the_estimate_for_all_the_data() -> None:
+    model, (x, y) = mlp().double(), BY_NAME["mlp"].batch
+    seen: list[int] = []
+    found = hesscale.estimate_over(
+        [(x[:3], y[:3]), (x[3:], y[3:])], "hesscale", model, F.cross_entropy, progress=seen.append
+    )
+    torch.testing.assert_close(flat(found), flat(hesscale.estimate("hesscale", model, F.cross_entropy, (x, y))))
+    assert seen == [1, 2]
+    with pytest.raises(ValueError, match="no examples"):
+        hesscale.estimate_over([], "hesscale", model, F.cross_entropy)
+
+
+def test_mistakes_are_named() -> None:
+    model, batch = mlp().double(), BY_NAME["mlp"].batch
+    with pytest.raises(ValueError, match=r"unknown method 'fisher': choose one of 'hesscale'.*'squared_gradient'"):
+        hesscale.estimate("fisher", model, F.cross_entropy, batch)
+    with pytest.raises(ValueError, match=r"no parameter 'weight'; it has 0\.weight"):
+        hesscale.estimate("hesscale", model, F.cross_entropy, batch, params=["weight"])
+    with pytest.raises(ValueError, match="samples must be at least 1"):
+        hesscale.estimate("hutchinson", model, F.cross_entropy, batch, samples=0)
+    with pytest.raises(ValueError, match=r"scalar tensor, not one of shape \(5,\)"):
+        hesscale.estimate("hesscale", model, lambda y, t: F.cross_entropy(y, t, reduction="none"), batch)
+    with pytest.raises(ValueError, match="does not depend on any parameter"):
+        hesscale.estimate("hessian", model, lambda y, t: y.detach().sum(), batch)
+    with pytest.raises(TypeError, match=r"tensor that requires grad, or a tuple of them, not dict"):
+        hesscale.estimate("ggn", Named(), lambda y, t: y["out"].sum(), (numbers(2, 3), None))
+    with pytest.raises(ValueError, match=r"do not require grad: 0\.weight"):
+        hesscale.estimate("hessian", mlp().requires_grad_(False), F.cross_entropy, batch, params=["0.weight"])
+    with pytest.raises(ValueError, match="no parameter of the model requires grad"):
+        hesscale.estimate("hessian", mlp().requires_grad_(False), F.cross_entropy, batch)
+
+
+class Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"out": self.layer(x)}

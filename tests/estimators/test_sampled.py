@@ -1,0 +1,147 @@
+"""Sampled estimators: unbiased, with errors that fall like 1/√samples, for every likelihood they know."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import hesscale
+from hesscale.estimators import LIKELIHOODS, sampled
+
+from . import reference
+from .cases import BY_NAME, Case, mlp, numbers
+from .reference import flat
+
+
+def draw(method: str, case: Case, samples: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return flat(hesscale.estimate(method, case.model, case.loss_fn, case.batch, samples=samples, generator=generator))
+
+
+def relative(found: Tensor, exact: Tensor) -> float:
+    return float((found - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn", "residual", "batch-norm", "attention"])
+@pytest.mark.parametrize("method", ["hutchinson", "ggn_mc"])
+def test_errors_fall_like_one_over_the_root_of_samples(method: str, name: str) -> None:
+    case = BY_NAME[name]
+    exact = (reference.hessian if method == "hutchinson" else reference.ggn)(case).diagonal()
+    few, many = (
+        sum(relative(draw(method, case, samples, seed), exact) for seed in range(8)) / 8 for samples in (8, 512)
+    )
+    assert 4.5 < few / many < 14  # √64 = 8, give or take the noise of eight runs
+
+
+def test_hutchinson_has_the_variance_that_theory_gives() -> None:
+    case = BY_NAME["mlp"]
+    hessian = reference.hessian(case)
+    expected = hessian.fill_diagonal_(0).square().sum()  # Σ_i Σ_{j≠i} H_ij²
+    exact = reference.hessian(case).diagonal()
+    found = torch.stack([(draw("hutchinson", case, 1, seed) - exact).square().sum() for seed in range(300)]).mean()
+    torch.testing.assert_close(found, expected, rtol=0.15, atol=0)
+
+
+def weighted(outputs: Tensor, targets: Tensor) -> Tensor:
+    return 0.3 * F.cross_entropy(outputs, targets, weight=torch.tensor([1.0, 2.0, 0.5]).double(), ignore_index=2)
+
+
+def by_example(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (F.cross_entropy(outputs, targets, reduction="none") * torch.arange(1.0, 6.0).double()).sum()
+
+
+def by_nll(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.nll_loss(F.log_softmax(outputs, 1), targets)
+
+
+def fixed_variance(outputs: Tensor, targets: Tensor) -> Tensor:
+    return nn.GaussianNLLLoss()(outputs, targets, torch.full_like(outputs, 0.7))
+
+
+LABELS, VALUES = torch.tensor([0, 1, 2, 1, 0]), numbers(5, 3)
+BITS = (VALUES > 0).double()
+LOSSES: list[tuple[str, Callable[..., Any], Tensor]] = [
+    ("cross_entropy", F.cross_entropy, LABELS),
+    ("module", nn.CrossEntropyLoss(reduction="sum"), LABELS),
+    ("partial", functools.partial(F.cross_entropy, label_smoothing=0.2), LABELS),
+    ("soft targets", F.cross_entropy, VALUES.softmax(1)),
+    ("weighted, ignored, scaled", weighted, LABELS),
+    ("weights by example", by_example, LABELS),
+    ("nll_loss", by_nll, LABELS),
+    ("mse", nn.MSELoss(), VALUES),
+    ("half the sum of squares", lambda y, t: F.mse_loss(y, t, reduction="sum") / 2, VALUES),
+    ("bce", nn.BCEWithLogitsLoss(pos_weight=torch.tensor([2.0, 1.0, 0.5]).double()), BITS),
+    ("gaussian", fixed_variance, VALUES),
+]
+
+
+@pytest.mark.parametrize("loss_fn, targets", [row[1:] for row in LOSSES], ids=[row[0] for row in LOSSES])
+def test_every_likelihood_is_recognized_and_sampled_without_bias(loss_fn: Any, targets: Tensor) -> None:
+    torch.manual_seed(5)
+    case = Case("", mlp().double(), loss_fn, (numbers(5, 3), targets))
+    exact = reference.ggn(case).diagonal()
+    assert relative(draw("ggn_mc", case, 20000), exact) < 0.025
+
+
+def test_a_predicted_variance_is_sampled_too() -> None:
+    """The Fisher information of N(μ, v): 1/v for μ, 1/2v² for v."""
+
+    def loss_fn(outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.gaussian_nll_loss(outputs[:, 0], targets, outputs[:, 1])
+
+    model = nn.Linear(2, 2).double()
+    nn.init.constant_(model.bias, 2.0)
+    case = Case("", model, loss_fn, (numbers(4, 2), numbers(4)))
+    mean, var = (column.unsqueeze(1) for column in model(case.batch[0]).detach().T)
+    squares = case.batch[0].square()
+    expected = torch.cat([(squares / var).mean(0), (squares / (2 * var**2)).mean(0)])
+    assert mean.shape == var.shape
+    assert relative(draw("ggn_mc", case, 40000)[:4], expected) < 0.03
+
+
+def test_every_row_of_likelihoods_is_tried() -> None:
+    known = {F.cross_entropy, F.nll_loss, F.mse_loss, F.binary_cross_entropy_with_logits, F.gaussian_nll_loss}
+    assert set(LIKELIHOODS) == known
+
+
+def test_positions_are_examples_of_their_own() -> None:
+    """Class scores for every pixel: [N, C, H, W]."""
+    model = nn.Conv2d(2, 3, 1).double()
+    case = Case("", model, F.cross_entropy, (numbers(2, 2, 2, 2), torch.tensor([[[0, 1], [2, 2]], [[1, 0], [0, 1]]])))
+    assert relative(draw("ggn_mc", case, 20000), reference.ggn(case).diagonal()) < 0.03
+
+
+def test_masks_and_vmap_give_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    fast = draw("ggn_mc", BY_NAME["cnn"], 3)
+    monkeypatch.setattr(sampled, "_examples_apart", lambda *_: False)
+    torch.testing.assert_close(draw("ggn_mc", BY_NAME["cnn"], 3), fast, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("method", ["hutchinson", "ggn_mc", "kfac"])
+def test_a_generator_makes_draws_repeatable_and_moves_on(method: str) -> None:
+    case = BY_NAME["mlp"]
+    generator = torch.Generator().manual_seed(4)
+    arguments = (method, case.model, case.loss_fn, case.batch)
+    first, second = (flat(hesscale.estimate(*arguments, generator=generator)) for _ in range(2))
+    assert torch.equal(first, draw(method, case, 1, seed=4))
+    assert not torch.equal(first, second)
+    assert not torch.equal(flat(hesscale.estimate(*arguments)), flat(hesscale.estimate(*arguments)))
+
+
+@pytest.mark.parametrize("method", ["ggn_mc", "kfac"])
+def test_sampling_without_a_likelihood_is_an_error(method: str) -> None:
+    case = BY_NAME["mlp-mse"]
+    with pytest.raises(ValueError, match=r"needs a likelihood.*none.*cross_entropy.*mse_loss"):
+        hesscale.estimate(method, case.model, lambda y, t: (y - t).abs().mean(), case.batch)
+    with pytest.raises(ValueError, match=r"needs a likelihood.*2 of"):
+        hesscale.estimate(method, case.model, lambda y, t: F.mse_loss(y, t) + F.mse_loss(y, -t), case.batch)
+    with pytest.raises(ValueError, match="more than a positive multiple of mse_loss"):
+        hesscale.estimate(method, case.model, lambda y, t: F.mse_loss(y, t) + y.square().mean(), case.batch)
+    with pytest.raises(ValueError, match="only of log-probabilities"):
+        hesscale.estimate(method, case.model, F.nll_loss, BY_NAME["mlp"].batch)

@@ -1,0 +1,55 @@
+"""Every example runs as it stands and learns its task; those of other frameworks where the framework is installed."""
+
+import importlib.util
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+ALONE = ("plain_loop", "fine_tuning")
+FRAMEWORKS = {
+    "lightning_trainer": ("lightning",),
+    "accelerate_loop": ("accelerate",),
+    "hugging_face_trainer": ("transformers", "accelerate"),
+}
+LAUNCHED = ("several_processes",)
+
+
+def assert_learned(output: str) -> None:
+    assert float(re.findall(r"accuracy ([\d.]+)", output)[-1]) > 0.95
+
+
+def run(*command: str) -> str:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    found = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment, check=False)
+    assert found.returncode == 0, found.stderr
+    return found.stdout
+
+
+def test_none_is_forgotten() -> None:
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*ALONE, *FRAMEWORKS, *LAUNCHED}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_with_torch_alone(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(EXAMPLES / f"{name}.py"))
+    assert_learned(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_with_a_framework(name: str) -> None:
+    missing = [module for module in FRAMEWORKS[name] if importlib.util.find_spec(module) is None]
+    if missing:
+        pytest.skip(f"{', '.join(missing)} not installed: pip install 'hesscale[examples]'")
+    assert_learned(run(str(EXAMPLES / f"{name}.py")))
+
+
+def test_with_several_processes() -> None:
+    script = str(EXAMPLES / "several_processes.py")
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    assert_learned(run(*launch, script, "--shard"))
