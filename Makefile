@@ -8,13 +8,13 @@ READY := $(VENV)/.ready
 .PHONY: help demo test format clean
 
 help:
-	@echo "make demo    measure HesScale against the exact Hessian diagonal: a table, a figure, a JSON file"
+	@echo "make demo    measure all estimators against the exact Hessian diagonal: tables and figures"
 	@echo "make test    formatting, lint, types and tests"
 	@echo "make format  rewrite the sources in the house format"
 	@echo "make clean   remove the virtual environment and all caches"
 
 demo: $(READY)
-	$(BIN)/hesscale quality --seeds 5 --examples 20 --out runs/quality
+	$(BIN)/hesscale quality --quick
 
 test: $(READY)
 	$(BIN)/ruff format --check .

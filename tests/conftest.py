@@ -7,5 +7,5 @@ from hypothesis import settings
 torch.set_num_threads(1)
 
 # the same examples on every machine; timing says nothing on a busy one
-settings.register_profile("hesscale", deadline=None, derandomize=True, max_examples=30)
+settings.register_profile("hesscale", deadline=None, derandomize=True, max_examples=15)
 settings.load_profile("hesscale")

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import replace
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 import hesscale
 
-from .plots.approximation_quality import draw
-from .runs import open_run, write_record
-from .studies import approximation_quality
-from .studies.approximation_quality import Quality, Summary
+from .coverage import as_markdown
+from .coverage import measure as measure_coverage
+from .plots import approximation_quality as quality_plot
+from .plots import error_per_time as time_plot
+from .runs import OtherRunError, Run, open_run
+from .studies import approximation_quality, error_per_time
+from .studies.approximation_quality import STAGES, summarize
+from .tasks.networks import NETWORKS, Size, sources
 
 app = typer.Typer(
     name="hesscale",
@@ -27,6 +32,9 @@ app = typer.Typer(
     rich_markup_mode=None,  # keeps the examples in --help on lines of their own
     pretty_exceptions_enable=False,
 )
+
+NetworkName = StrEnum("NetworkName", {name: name for name in NETWORKS})  # type: ignore[misc]
+_ROUNDS = {"full": 30, "quick": 5}
 
 
 def _stop(message: str, *, code: int) -> NoReturn:
@@ -38,14 +46,23 @@ def _stop(message: str, *, code: int) -> NoReturn:
 def _clear_errors(folder: Path) -> Iterator[None]:
     try:
         yield
+    except OtherRunError as error:
+        _stop(str(error), code=2)
+    except FileNotFoundError as error:
+        _stop(str(error), code=1)
     except OSError as error:
         _stop(f"cannot write to {folder}: {error.strerror or error}", code=1)
+    except KeyboardInterrupt:
+        _stop(f"stopped; the same command goes on from what is in {folder}", code=130)
 
 
-def _at_least_one(option: typer.CallbackParam, value: int) -> int:
-    if value < 1:
-        _stop(f"--{option.name} must be at least 1, not {value}", code=2)
-    return value
+def _not_below(least: int) -> Any:
+    def check(option: typer.CallbackParam, value: int | None) -> int | None:
+        if value is not None and value < least:
+            _stop(f"--{option.name} must be at least {least}, not {value}", code=2)
+        return value
+
+    return check
 
 
 def _show_version(wanted: bool) -> None:
@@ -64,57 +81,161 @@ def main(
 
     \b
     Example:
-      hesscale quality --seeds 5 --examples 20
+      hesscale quality --quick
     """
 
 
 @app.command()
 def quality(
-    seeds: Annotated[int, typer.Option(callback=_at_least_one, help="How many networks: seeds 0, 1, 2, …")] = 5,
-    examples: Annotated[int, typer.Option(callback=_at_least_one, help="Random examples per network.")] = 20,
-    out: Annotated[Path, typer.Option(help="Folder for quality.png and quality.json.")] = Path("runs/quality"),
+    network: Annotated[NetworkName, typer.Option(help="Whose curvature.")] = NetworkName["paper"],
+    quick: Annotated[bool, typer.Option("--quick", help="A small version, in under a minute.")] = False,
+    seeds: Annotated[int | None, typer.Option(callback=_not_below(1), help="How many of the authors' seeds.")] = None,
+    examples: Annotated[int | None, typer.Option(callback=_not_below(1), help="Examples per network.")] = None,
+    updates: Annotated[
+        int | None, typer.Option(callback=_not_below(0), help="Of training, before a second measurement.")
+    ] = None,
+    data: Annotated[Path | None, typer.Option(help="Folder with MNIST/raw, as torchvision makes it.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the run [default: runs/quality/NETWORK].")] = None,
 ) -> None:
-    """Compare estimates with the exact diagonal of the Hessian on the paper's small tanh network.
+    """Compare estimates with the exact diagonal of the Hessian, and with the time they take: the paper's figure 1.
+
+    Networks other than the paper's go beyond it. An interrupted run goes on where it stopped.
 
     \b
-    Example:
-      hesscale quality --seeds 5 --examples 20 --out runs/quality
+    Examples:
+      hesscale quality --quick
+      hesscale quality --network mnist-tanh --data DIR
     """
-    command = ["hesscale", "quality", "--seeds", str(seeds), "--examples", str(examples), "--out", str(out)]
-    with _clear_errors(out):
-        folder = open_run(out)
-        result = _measure(range(seeds), examples)
-        rows = approximation_quality.summarize(result)
-        Console().print(_table(rows, result))
-        results = {**asdict(result), "summary": [asdict(row) for row in rows]}
-        for path in (
-            draw(result, rows, folder / "quality.png"),
-            write_record(folder / "quality.json", command=shlex.join(command), results=results),
-        ):
+    row, pace = NETWORKS[network.value], "quick" if quick else "full"
+    asked = {"seeds": seeds, "examples": examples, "updates": updates}
+    size = replace(
+        row.quick if quick else row.full, **{key: value for key, value in asked.items() if value is not None}
+    )
+    folder = out or Path("runs") / "quality" / (f"{network.value}-quick" if quick else network.value)
+    with _clear_errors(folder):
+        run = open_run(folder, _config(network.value, size, _ROUNDS[pace]))
+        _measure(run, size, data)
+        for stage in STAGES:
+            _show_quality(run, stage)
+        _show_time(run)
+        for path in (*quality_plot.draw(run), *time_plot.draw(run)):
             typer.echo(f"wrote {path}")
 
 
-def _measure(seeds: Sequence[int], examples: int) -> Quality:
-    with Console(stderr=True).status("") as status:
+@app.command()
+def coverage(
+    out: Annotated[Path, typer.Option(help="The page to write.")] = Path("docs/coverage.md"),
+) -> None:
+    """List the operations of the installed torch that have a rule, and those that have none, as a page.
 
-        def show(done: int) -> None:
-            status.update(f"{done} of {len(seeds)} networks measured")
+    \b
+    Example:
+      hesscale coverage --out docs/coverage.md
+    """
+    try:
+        page = as_markdown(measure_coverage())
+    except ModuleNotFoundError as error:
+        _stop(f"torch's op database needs {error.name}: pip install {error.name}", code=1)
+    with _clear_errors(out):
+        out.write_text(page)
+    typer.echo(f"wrote {out}")
 
-        show(0)
-        return approximation_quality.measure(seeds, examples=examples, progress=show)
+
+def _config(network: str, size: Size, rounds: int) -> dict[str, Any]:
+    options = f"--seeds {size.seeds} --examples {size.examples} --updates {size.updates}"
+    return {
+        "command": f"hesscale quality --network {network} {options}"
+        + (" --quick" if rounds == _ROUNDS["quick"] else ""),
+        "network": network,
+        "title": NETWORKS[network].title,
+        "seeds": approximation_quality.authors_seeds(size.seeds),
+        "examples": size.examples,
+        "updates": size.updates,
+        "rounds": rounds,
+    }
 
 
-def _table(rows: Sequence[Summary], result: Quality) -> Table:
-    network = "-".join(map(str, result.widths))
+def _measure(run: Run, size: Size, data: Path | None) -> None:
+    """Fills in what the run lacks; finished seeds are never computed again."""
+    config, network = run.config, NETWORKS[run.config["network"]]
+    finished = {record["seed"] for record in run.records if record["kind"] == "quality"}
+    missing = [seed for seed in config["seeds"] if seed not in finished]
+    untimed = not any(record["kind"] == "time" for record in run.records)
+    if not missing and not untimed:
+        return
+    training, testing = sources(network, data)
+    with _progress() as progress:
+        task = progress.add_task("seeds", total=len(config["seeds"]), completed=len(finished))
+        for seed in missing:
+            run.add(*approximation_quality.measure(network, seed, size=size, training=training, testing=testing))
+            progress.advance(task)
+        if untimed:
+            progress.update(task, description="times")
+            first, rounds = config["seeds"][0], config["rounds"]
+            run.add(
+                *error_per_time.measure(network, first, size=size, rounds=rounds, training=training, testing=testing)
+            )
+
+
+def _progress() -> Progress:
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    return Progress(*columns, console=Console(stderr=True), transient=True)
+
+
+def _show_quality(run: Run, stage: str) -> None:
+    lines = summarize(run.records, stage)
+    if not lines:
+        return
+    config = run.config
+    when = "" if not config["updates"] else ", before training" if stage == STAGES[0] else ", after training"
     table = Table(
-        title=f"L1 distance from the exact Hessian diagonal\n{network} tanh network, "
-        f"{len(result.seeds)} seeds × {result.examples} examples",
-        caption=f"relative: to {approximation_quality.REFERENCE}'s error   {approximation_quality.ZERO}: estimate zero",
+        title=f"L1 distance from the exact Hessian diagonal\n{config['title']}{when}: "
+        f"{len(config['seeds'])} seeds × {config['examples']} examples",
+        caption=f"relative: to {approximation_quality.REFERENCE}'s error   {approximation_quality.ZERO}: estimate 0\n"
+        "as coded: |Hv| of one probe, over 50 for MC50, as in the authors' experiment",
     )
-    table.add_column("method")
-    for heading in ("mean L1 error", "relative", "lowest … highest seed"):
-        table.add_column(heading, justify="right")
+    _print(
+        table,
+        ("method", "mean L1 error", "relative", "lowest … highest seed"),
+        [
+            (
+                line.method,
+                f"{line.error:.4g}",
+                f"{line.relative:.2f}",
+                f"{min(line.relative_by_seed):.2f} … {max(line.relative_by_seed):.2f}",
+            )
+            for line in lines
+        ],
+    )
+
+
+def _show_time(run: Run) -> None:
+    """What sampling reaches: with one sample, and with as many as fit in the time HesScale takes."""
+    records = [record for record in run.records if record["kind"] == "time"]
+    for stage, batch in dict.fromkeys((record["stage"], record["batch"]) for record in records):
+        cell = [record for record in records if (record["stage"], record["batch"]) == (stage, batch)]
+        unit = next(record for record in cell if record["method"] == approximation_quality.REFERENCE)
+        headings = ("method", "samples", "ms", "relative time", "relative error")
+        title = f"Error per unit of time: {run.config['title']}, {stage}, batch {batch}"
+        _print(Table(title=title), headings, [_time_row(record, unit) for record in cell])
+
+
+def _time_row(record: Mapping[str, Any], unit: Mapping[str, Any]) -> tuple[str, ...]:
+    seconds, error = record["seconds"], f"{record['error'] / unit['error']:.2f}"
+    if seconds is None:
+        return record["method"], "exact" if record["method"] == "GGN" else "", "", "", error
+    return (
+        record["method"],
+        str(record["samples"] or ""),
+        f"{1000 * seconds:.2f}",
+        f"{seconds / unit['seconds']:.2f}",
+        error,
+    )
+
+
+def _print(table: Table, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    for place, heading in enumerate(headings):
+        table.add_column(heading, justify="left" if not place else "right")
     for row in rows:
-        spread = f"{min(row.relative_by_seed):.1f} … {max(row.relative_by_seed):.1f}"
-        table.add_row(row.method, f"{row.error:.4f}", f"{row.relative:.1f}", spread)
-    return table
+        table.add_row(*row)
+    Console().print(table)

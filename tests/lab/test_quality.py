@@ -1,114 +1,117 @@
-"""The demo's study and its command, at a size that takes seconds."""
+"""Figure 1's study: its numbers at a size that takes seconds."""
 
-import json
-from pathlib import Path
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
 
 import pytest
 import torch
-from torch.nn import functional as F
-from typer.testing import CliRunner
+from torch import nn
 
-from hesscale.testing import exact_diagonal
-from hesscale_lab.cli import app
+from hesscale_lab.studies import error_per_time
 from hesscale_lab.studies.approximation_quality import (
+    AS_CODED,
     REFERENCE,
     ZERO,
-    exact_diagonals,
-    layer_errors,
-    make_problem,
+    authors_seeds,
+    layers_of,
     measure,
     summarize,
 )
+from hesscale_lab.tasks import synthetic
+from hesscale_lab.tasks.networks import NETWORKS, Network, Size, mlp, seeded, sources, train
 
-WIDTHS = (3, 4, 4, 5)
-
-
-def quality(*arguments: object) -> tuple[int, str, str]:
-    result = CliRunner().invoke(app, ["quality", *map(str, arguments)])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result.exit_code, result.stdout, result.stderr
+PAPER = NETWORKS["paper"]
+TINY = Network("tiny", lambda: mlp(6, 3, 10, activation=nn.Tanh), Size(1, 1, 0), Size(1, 1, 0), synthetic.noise)
 
 
-def test_exact_diagonals_are_those_of_double_backward() -> None:
-    problem = make_problem(3, examples=10, widths=WIDTHS)  # more than one chunk
-    params = list(problem.model.parameters())
-    found = exact_diagonals(problem)
-    for i in range(len(problem.x)):
-        loss = F.cross_entropy(problem.model(problem.x[i : i + 1]), problem.y[i : i + 1])
-        for ours, theirs in zip(found, exact_diagonal(loss, params), strict=True):
-            torch.testing.assert_close(ours[i], theirs, rtol=1e-10, atol=1e-10)
+def measured(network: Network, seed: int, **size: int) -> list[dict[str, Any]]:
+    training, testing = sources(network, None)
+    asked = dataclasses.replace(Size(1, 2, 0), **size)
+    return list(measure(network, seed, size=asked, training=training, testing=testing))
 
 
-def test_an_exact_estimator_has_no_error() -> None:
-    problem = make_problem(0, examples=2, widths=WIDTHS)
-    errors = layer_errors(problem, exact_diagonal, exact_diagonals(problem))
-    assert len(errors) == len(WIDTHS) - 1
-    assert max(errors) < 1e-10
+def test_seeds_are_the_authors() -> None:
+    assert authors_seeds(3) == [64050, 9097, 32056]  # random.seed(54321); random.sample(range(99999), 40)
+    assert authors_seeds(40)[-1] == 4300
 
 
-def test_the_error_of_zero_is_the_norm_of_the_diagonal() -> None:
-    result = measure([5], examples=3, widths=WIDTHS)
-    exact = exact_diagonals(make_problem(5, examples=3, widths=WIDTHS))
-    norm = sum(float(diagonal.abs().sum()) for diagonal in exact) / 3
-    (zero,) = (row for row in summarize(result) if row.method == ZERO)
-    assert zero.error == pytest.approx(norm)
+def test_hesscale_is_nearest_and_the_order_is_that_of_the_paper() -> None:
+    records = [record for seed in authors_seeds(3) for record in measured(PAPER, seed, examples=60)]
+    lines = {line.method: line for line in summarize(records, "initial")}
+    relative = {method: line.relative for method, line in lines.items()}
+    assert next(iter(lines)) == REFERENCE
+    assert relative[REFERENCE] == 1
+    assert 5 < relative["BL89"] < 12 < relative["GGN"] < relative["GGN-MC50"] < relative[ZERO]
+    assert relative["HesScaleGN"] == pytest.approx(relative["GGN"], rel=0.05)
+    assert relative["KFAC-MC50"] == pytest.approx(relative["GGN-MC50"], rel=0.05)
+    assert relative["GGN-MC1"] == pytest.approx(relative["g²"], rel=0.1)
+    assert relative["AdaHessian-MC50"] > 3 * relative[f"AdaHessian-MC50{AS_CODED}"]
+    assert relative["AdaHessian-MC1"] / relative["AdaHessian-MC50"] == pytest.approx(50**0.5, rel=0.15)
 
 
-def test_hesscale_is_nearest_and_exact_in_the_last_layer() -> None:
-    result = measure([0, 1], examples=4)
-    rows = {row.method: row for row in summarize(result)}
-    last = {errors.method: errors.layer_means[-1] for errors in result.methods}
-    assert rows[REFERENCE].relative == 1
-    assert 3 < rows["BL89"].relative < rows["HesScaleGN"].relative < rows[ZERO].relative < 60
-    assert last[REFERENCE] < 1e-12
-    assert last["HesScaleGN"] < 1e-12
-    assert last["BL89"] > 0.1
+def test_the_last_layer_is_exact_for_the_three_that_say_so() -> None:
+    lines = {line.method: line.by_layer for line in summarize(measured(PAPER, 1), "initial")}
+    for method in (REFERENCE, "HesScaleGN", "GGN"):
+        assert lines[method][-1] < 1e-12
+        assert min(lines[method][:-1]) > 1e-3
+    assert lines["BL89"][-1] > 0.1
 
 
 def test_same_seeds_give_same_numbers_and_leave_the_generator_alone() -> None:
     before = torch.random.get_rng_state()
-    first, second = (measure([7], examples=2, widths=WIDTHS) for _ in range(2))
-    assert first == second
+    assert measured(TINY, 7) == measured(TINY, 7)
     assert torch.equal(before, torch.random.get_rng_state())
 
 
-def test_command_prints_a_table_and_writes_its_files(tmp_path: Path) -> None:
-    out = tmp_path / "new" / "quality"
-    code, printed, _ = quality("--seeds", 2, "--examples", 1, "--out", out)
-    assert code == 0
-    record = json.loads((out / "quality.json").read_text(encoding="utf-8"))
-    assert all(row["method"] in printed for row in record["summary"])
-    assert record["seeds"] == [0, 1]
-    assert record["command"] == f"hesscale quality --seeds 2 --examples 1 --out {out}"
-    assert record["environment"]["torch"] == str(torch.__version__)
-    assert (out / "quality.png").read_bytes().startswith(b"\x89PNG")
+def test_trained_networks_are_measured_before_and_after() -> None:
+    before, after = measured(TINY, 0, updates=3)
+    assert (before["stage"], after["stage"]) == ("initial", "trained")
+    assert before["errors"] != after["errors"]
+    assert summarize([before, after], "trained")[0].relative_by_seed
 
 
-@pytest.mark.parametrize("option", ["--seeds", "--examples"])
-def test_a_count_below_one_is_one_line_and_code_2(option: str, tmp_path: Path) -> None:
-    code, _, complaint = quality(option, -3, "--out", tmp_path)
-    assert code == 2
-    assert complaint == f"hesscale: {option} must be at least 1, not -3\n"
+@pytest.mark.parametrize("name", ["cnn", "transformer"])
+def test_other_networks_go_through_the_library(name: str) -> None:
+    network = NETWORKS[name]
+    (record,) = measured(network, 0, examples=1)
+    (line, *_) = summarize([record], "initial")
+    assert line.method == REFERENCE
+    assert ("KFAC-MC1" in record["errors"]) == (name == "cnn")
+    assert record["layers"] == layers_of(seeded(network.make, 0))
 
 
-def test_a_folder_that_cannot_be_written_is_one_line_and_code_1(tmp_path: Path) -> None:
-    (tmp_path / "taken").write_text("a file, not a folder")
-    code, printed, complaint = quality("--out", tmp_path / "taken" / "quality")
-    assert code == 1
-    assert printed == ""
-    assert complaint.startswith("hesscale: cannot write to ")
-    assert complaint.count("\n") == 1
+def test_layers_are_what_a_reader_would_call_one() -> None:
+    assert layers_of(NETWORKS["transformer"].make()) == ["token", "place", "blocks.0", "blocks.1", "norm", "head"]
+    assert layers_of(PAPER.make()) == ["0", "2", "4", "6"]
 
 
-def test_no_seeds_is_an_error() -> None:
-    with pytest.raises(ValueError, match="at least one seed"):
-        measure([], examples=1)
+@pytest.mark.parametrize("name", ["cnn", "transformer"])
+def test_synthetic_tasks_can_be_learned(name: str) -> None:
+    network = NETWORKS[name]
+    data, _ = sources(network, None)
+    model, draws = seeded(network.make, 0), torch.Generator().manual_seed(0)
+    x, y = data(200, draws)
+    before = nn.functional.cross_entropy(model(x), y)
+    train(model, data, updates=150, generator=draws)
+    assert nn.functional.cross_entropy(model(x), y) < 0.95 * before
 
 
-@pytest.mark.parametrize("command", [[], ["quality"]])
-def test_help_shows_an_example(command: list[str]) -> None:
-    result = CliRunner().invoke(app, [*command, "--help"])
-    assert result.exit_code == 0
-    assert "Example:\n" in result.stdout
-    assert "hesscale quality --seeds 5" in result.stdout
+def test_as_many_samples_as_fit_are_read_off_the_measured_times() -> None:
+    seconds = {("GGN-MC", count): second for count, second in ((1, 3.0), (4, 4.5), (16, 6.5), (64, 16.1))}
+    assert error_per_time.time_of(seconds, "GGN-MC", 3) == pytest.approx(4.0)
+    assert error_per_time.time_of(seconds, "GGN-MC", 64) == pytest.approx(16.1)
+    assert error_per_time.affordable(seconds, "GGN-MC", 4.1) == 3
+    assert error_per_time.affordable(seconds, "GGN-MC", 17.2) == 69
+    assert error_per_time.affordable(seconds, "GGN-MC", 1.0) == 1
+
+
+def test_error_per_time_gives_every_method_a_row() -> None:
+    data, _ = sources(TINY, None)
+    records = list(error_per_time.measure(TINY, 0, size=Size(1, 1, 0), rounds=1, training=data, testing=data))
+    for batch in error_per_time.BATCH_SIZES:
+        cell = {record["method"]: record for record in records if record["batch"] == batch}
+        assert set(cell) == {*error_per_time.SINGLE, *error_per_time.SAMPLED, *error_per_time.BOUNDS}
+        assert cell["HesScale"]["error"] < cell["|diag H|"]["error"]
+        assert all(record["seconds"] > 0 for record in cell.values() if record["seconds"] is not None)

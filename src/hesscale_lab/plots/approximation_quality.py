@@ -2,110 +2,130 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
-from ..studies.approximation_quality import ZERO, Quality, Summary
+from ..runs import Run
+from ..studies.approximation_quality import AS_CODED, REFERENCE, STAGES, ZERO, Summary, summarize
 
-_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe & Ito: color-blind safe
 _GRAY = "#777777"
+_FAMILIES = {"HesScale": "#0072B2", "BL89": "#0072B2", "GGN": "#009E73", "KFAC": "#009E73", "AdaHessian": "#D55E00"}
+"""Okabe & Ito's colors: propagated estimates blue, Gauss-Newton green, Hutchinson's probes vermilion, others gray."""
+
+_LAYERS = ("#440154", "#31688E", "#35B779", "#D8A200", "#C2477F", "#222222")
 _ROUNDING = 1e-10  # an error below this share of the largest one is rounding: the layer is exact
-_SPREAD = 0.3  # width that the seeds of a method, or the methods of a layer, take around their place
+_SPREAD = 0.5  # height that the seeds of a method take around its line
 
 
-def draw(quality: Quality, rows: Sequence[Summary], path: Path) -> Path:
-    """The path of the PNG drawn."""
-    figure = Figure(figsize=(11, 4.8), layout="constrained", dpi=160)
-    total, layers = figure.subplots(1, 2, width_ratios=(1.1, 1))
-    colors = _colors([row.method for row in rows])
-    _draw_totals(total, rows, colors)
-    _draw_layers(layers, quality, colors)
-    network = "-".join(map(str, quality.widths))
-    size = f"{len(quality.seeds)} seeds × {quality.examples} examples"
-    figure.suptitle(f"Distance from the exact Hessian diagonal: {network} tanh network, {size}")
-    figure.savefig(path)
-    return path
+def draw(run: Run) -> list[Path]:
+    """The paths of the figure, PNG and SVG: one row of panels for each stage that was measured."""
+    rows = [(stage, summarize(run.records, stage)) for stage in STAGES]
+    rows = [(stage, lines) for stage, lines in rows if lines]
+    height = 1.6 + 0.36 * max(len(lines) for _, lines in rows)
+    figure = Figure(figsize=(12, height * len(rows)), layout="constrained", dpi=150)
+    panels = figure.subplots(len(rows), 2, width_ratios=(1.35, 1), squeeze=False)
+    layers = next(record["layers"] for record in run.records if record["kind"] == "quality")
+    for (stage, lines), (total, by_layer) in zip(rows, panels, strict=True):
+        suffix = f", {_stage_name(stage, run.config)}" if len(rows) > 1 else ""
+        _draw_totals(total, lines, f"All parameters{suffix}")
+        _draw_layers(by_layer, lines, layers, f"Layer by layer{suffix}")
+    figure.suptitle(f"Distance from the exact Hessian diagonal: {_describe(run.config)}")
+    paths = [run.folder / f"quality.{kind}" for kind in ("png", "svg")]
+    for path in paths:
+        # without a date, so that the same numbers make the same file
+        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    return paths
 
 
-def _colors(methods: Sequence[str]) -> dict[str, str]:
-    others = [method for method in methods if method != ZERO]
-    return {ZERO: _GRAY} | {method: _COLORS[i % len(_COLORS)] for i, method in enumerate(others)}
+def _describe(config: dict[str, Any]) -> str:
+    return f"{config['title']}, {len(config['seeds'])} seeds × {config['examples']} examples"
 
 
-def _draw_totals(axes: Axes, rows: Sequence[Summary], colors: Mapping[str, str]) -> None:
-    """A dot per seed, a bar at the mean. The scale is logarithmic because methods may differ by orders."""
-    for place, row in enumerate(rows):
-        color = colors[row.method]
-        heights = [place + offset for offset in _offsets(len(row.relative_by_seed))]
-        axes.plot(row.relative_by_seed, heights, "o", color=color, alpha=0.4, markersize=5, markeredgewidth=0)
-        axes.plot([row.relative] * 2, [place - 0.26, place + 0.26], color=color, linewidth=3, solid_capstyle="round")
-        axes.annotate(
-            f"{row.relative:.1f}×",
-            (row.relative, place - 0.3),
-            xytext=(0, 2),
-            textcoords="offset points",
-            ha="center",
-            va="bottom",
-            color=color,
-            weight="bold",
-        )
-    axes.set_yticks(range(len(rows)), [f"{ZERO}\n(estimate 0)" if row.method == ZERO else row.method for row in rows])
+def _stage_name(stage: str, config: dict[str, Any]) -> str:
+    return f"after {config['updates']:,} updates" if stage == "trained" else "before training"
+
+
+def _color(method: str) -> str:
+    return next((color for family, color in _FAMILIES.items() if method.startswith(family)), _GRAY)
+
+
+def _draw_totals(axes: Axes, lines: Sequence[Summary], title: str) -> None:
+    """A dot per seed, a bar at the mean. The scale is logarithmic because methods differ by orders."""
+    reference = next(line.relative for line in lines if line.method == ZERO)
+    axes.axvline(reference, color=_GRAY, linewidth=1, linestyle="--", zorder=0)
+    shown = [line for line in lines if line.relative > _ROUNDING]
+    lowest, highest = (pick(error for line in shown for error in line.relative_by_seed) for pick in (min, max))
+    left = 0.75 * min(1.0, lowest)
+    for place, line in enumerate(lines):
+        color = _color(line.method)
+        if line not in shown:
+            _write(axes, "exact", left, place, color)
+            continue
+        heights = [place + offset for offset in _offsets(len(line.relative_by_seed))]
+        axes.plot(line.relative_by_seed, heights, "o", color=color, alpha=0.4, markersize=4, markeredgewidth=0)
+        axes.plot([line.relative] * 2, [place - 0.34, place + 0.34], color=color, linewidth=3, solid_capstyle="round")
+        text = f"{line.relative:,.0f}" if line.relative >= 100 else f"{line.relative:.3g}"
+        _write(axes, text, max(line.relative, *line.relative_by_seed), place, color)
+    axes.set_yticks(range(len(lines)), [_name(line.method) for line in lines])
     axes.tick_params(axis="y", length=0)
-    axes.set_ylim(len(rows) - 0.5, -0.7)
+    axes.set_ylim(len(lines) - 0.4, -0.6)
     axes.set_xscale("log")
-    axes.set_xlim(left=0.7 * min(1.0, *(row.relative for row in rows)))
-    axes.margins(x=0.1)
-    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.set_xlim(left, 2.5 * highest)
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if highest < 2000 else (1,)))
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.set_xlabel("L1 error relative to HesScale (dots: seeds, bar: mean)")
-    axes.set_title("All parameters", fontsize="medium")
-    _tidy(axes, "x")
+    axes.set_xlabel(f"L1 error / {REFERENCE}'s (dots: seeds, bar: mean, dashes: {ZERO})")
+    axes.set_title(title, fontsize="medium")
+    _tidy(axes)
 
 
-def _draw_layers(axes: Axes, quality: Quality, colors: Mapping[str, str]) -> None:
-    """A dot per method and layer. Errors that are mere rounding have no place on a log axis and stand at its foot."""
-    means = {errors.method: errors.layer_means for errors in quality.methods}
-    smallest = _ROUNDING * max(max(layers) for layers in means.values())
-    foot = min(error for layers in means.values() for error in layers if error > smallest) / 5
-    for (method, layers), offset in zip(means.items(), _offsets(len(means)), strict=True):
-        points = [(place + offset, error) for place, error in enumerate(layers, start=1)]
-        rounded = [place for place, error in points if error <= smallest]
-        seen = [point for point in points if point[1] > smallest]
-        style = "o--" if method == ZERO else "o-"
-        places, heights = [point[0] for point in seen], [point[1] for point in seen]
-        axes.plot(places, heights, style, color=colors[method], linewidth=1, markersize=7, label=method)
-        axes.plot(rounded, [foot] * len(rounded), "o", color="white", markeredgecolor=colors[method], markersize=7)
-        for place in rounded:
-            _say_exact(axes, place, foot, colors[method])
-    axes.set_yscale("log")
-    axes.set_ylim(bottom=foot / 1.8)
-    names = [f"{i}\n{inputs}→{outputs}" for i, (inputs, outputs) in enumerate(pairwise(quality.widths), start=1)]
-    axes.set_xticks(range(1, len(names) + 1), names)
-    axes.set_xlabel("layer")
-    axes.set_ylabel("mean L1 error")
-    axes.set_title("Layer by layer (hollow: exact up to rounding)", fontsize="medium")
-    axes.legend(frameon=False, fontsize="small", loc="lower left", ncols=2)
-    _tidy(axes, "y")
+def _write(axes: Axes, text: str, x: float, y: float, color: str) -> None:
+    """Right of a point."""
+    axes.annotate(text, (x, y), xytext=(7, 0), textcoords="offset points", va="center", color=color, weight="bold")
 
 
-def _say_exact(axes: Axes, place: float, height: float, color: str) -> None:
-    axes.annotate(
-        "exact",
-        (place, height),
-        xytext=(0, 9),
-        textcoords="offset points",
-        ha="center",
-        rotation="vertical",
-        fontsize="small",
-        color=color,
-    )
+def _name(method: str) -> str:
+    if method == ZERO:
+        return f"{ZERO} (estimate 0)"
+    return method.replace(AS_CODED, " as coded by the authors")
+
+
+def _draw_layers(axes: Axes, lines: Sequence[Summary], layers: Sequence[str], title: str) -> None:
+    """The same lines; on each a point per layer. Errors that are mere rounding have no place on a log axis."""
+    largest = max(max(line.by_layer) for line in lines)
+    seen = [error for line in lines for error in line.by_layer if error > _ROUNDING * largest]
+    foot = min(seen) / 4
+    for layer, name in enumerate(layers):
+        color = _LAYERS[layer % len(_LAYERS)]
+        height = 0.5 * (layer / max(1, len(layers) - 1) - 0.5)  # coinciding points stay visible
+        label = f"{layer + 1} of {len(layers)}" if name.isdecimal() else name
+        for place, line in enumerate(lines):
+            error = line.by_layer[layer]
+            exact = error <= _ROUNDING * largest
+            axes.plot(
+                foot if exact else error,
+                place + height,
+                "o",
+                color="white" if exact else color,
+                markeredgecolor=color,
+                markersize=7,
+                alpha=0.85,
+                label=label if not place else None,
+                zorder=3,
+            )
+    axes.set_ylim(len(lines) - 0.4, -0.6)
+    axes.set_yticks(range(len(lines)), [""] * len(lines))
+    axes.tick_params(axis="y", length=0)
+    axes.set_xscale("log")
+    axes.set_xlabel("mean L1 error (hollow: exact up to rounding)")
+    axes.set_title(title, fontsize="medium")
+    axes.legend(title="layer", frameon=True, edgecolor="none", fontsize="small", title_fontsize="small", loc="best")
+    _tidy(axes)
 
 
 def _offsets(count: int) -> list[float]:
@@ -113,7 +133,8 @@ def _offsets(count: int) -> list[float]:
     return [_SPREAD * (i / (count - 1) - 0.5) if count > 1 else 0.0 for i in range(count)]
 
 
-def _tidy(axes: Axes, lines: Literal["x", "y"]) -> None:
+def _tidy(axes: Axes) -> None:
     axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis=lines, which="major", color="#dddddd", linewidth=0.8)
+    axes.grid(axis="x", which="major", color="#dddddd", linewidth=0.8)
+    axes.grid(axis="y", color="#eeeeee", linewidth=0.8)
     axes.set_axisbelow(True)

@@ -1,26 +1,27 @@
 """How close estimates come to the exact diagonal of the Hessian (section 4, figure 1 of Elsayed & Mahmood 2022).
 
-Random examples go one at a time through an untrained tanh network. The error of an estimate is its L1 distance from the
-exact diagonal: summed over all parameters, averaged over examples, one number per layer and seed.
+Examples go one at a time through a network. The error of an estimate is its L1 distance from the exact diagonal: summed
+over the parameters of a layer, averaged over examples, one number per layer and seed. Networks that are trained are
+measured twice, before and after.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+import random
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from statistics import fmean
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, jacrev, vmap
 from torch.nn import functional as F
 
 import hesscale
+from hesscale.estimators import kfac
 
-Estimator = Callable[[Tensor, Sequence[Tensor]], Sequence[Tensor | None]]
-"""From a loss and parameters to one diagonal per parameter; None stands for zeros."""
+from ..tasks.networks import Data, Network, Size, seeded, train
+from . import stacked_mlp as stacked
 
 REFERENCE = "HesScale"
 """The method whose error is the unit of all relative errors."""
@@ -28,59 +29,134 @@ REFERENCE = "HesScale"
 ZERO = "|diag H|"
 """The estimate zero: its error is the L1 norm of the exact diagonal, what one is off by without any estimate."""
 
-WIDTHS = (6, 16, 16, 16, 10)
-"""The paper's network: six inputs, three hidden layers, ten classes."""
+AS_CODED = ", as coded"
+"""What AdaHessian's estimator is in the authors' experiment: |Hv|; for 50 probes that of the first one, over 50."""
 
-_EXAMPLES_AT_ONCE = 8  # full Hessians in memory: 5 MB each at the paper's widths
+SAMPLES = 50
+
+STAGES = ("initial", "trained")
+
+Errors = dict[str, list[float]]
+"""Mean L1 errors by method, one per layer."""
 
 
-def _zero(loss: Tensor, params: Sequence[Tensor]) -> Sequence[None]:
-    return [None] * len(params)
+def authors_seeds(count: int) -> list[int]:
+    """The first of the 40 seeds of the authors' experiment."""
+    seeds = random.Random(54321).sample(range(99999), max(count, 40))
+    return seeds[:count]
 
 
-ESTIMATORS: Mapping[str, Estimator] = {
-    REFERENCE: functools.partial(hesscale.diagonal, method="hesscale"),
-    "BL89": functools.partial(hesscale.diagonal, method="bl89"),
-    "HesScaleGN": functools.partial(hesscale.diagonal, method="hesscale_gn"),
-    ZERO: _zero,
+def measure(network: Network, seed: int, *, size: Size, training: Data, testing: Data) -> Iterator[dict[str, Any]]:
+    """One record per stage: the errors of all methods, by layer, for the network made from ``seed``."""
+    model = seeded(network.make, seed)
+    draws = torch.Generator().manual_seed(seed)
+    x, y = testing(size.examples, draws)
+    for stage, updates in zip(STAGES, (0, size.updates) if size.updates else (0,), strict=False):
+        train(model, training, updates=updates, generator=torch.Generator().manual_seed(seed + 1))
+        if stacked.is_mlp(model):
+            errors = _errors_at_once(cast(nn.Sequential, model), x, y, draws)
+        else:
+            errors = _errors_one_by_one(model, x, y, draws)
+        with torch.no_grad():
+            loss = float(F.cross_entropy(model(x), y))
+        yield {
+            "kind": "quality",
+            "seed": seed,
+            "stage": stage,
+            "layers": layers_of(model),
+            "loss": loss,
+            "errors": errors,
+        }
+
+
+def layers_of(model: nn.Module) -> list[str]:
+    """The names that errors are gathered under, in the order of the parameters."""
+    return list(dict.fromkeys(_layer(name) for name, _ in model.named_parameters()))
+
+
+def _layer(name: str) -> str:
+    """The first part of a parameter's name, and the second if it counts: 'blocks.0' of 'blocks.0.linear1.bias'."""
+    first, second, *_ = name.split(".")
+    return f"{first}.{second}" if second.isdecimal() else first
+
+
+def _by_layer(model: nn.Module, distances: Sequence[float]) -> list[float]:
+    total = dict.fromkeys(layers_of(model), 0.0)
+    for (name, _), distance in zip(model.named_parameters(), distances, strict=True):
+        total[_layer(name)] += distance
+    return list(total.values())
+
+
+def _errors_at_once(model: nn.Sequential, x: Tensor, y: Tensor, generator: torch.Generator) -> Errors:
+    """All examples in one pass, each with its own copy of the parameters."""
+    passed = stacked.stack(model, x, y)
+    truth = stacked.exact(passed)
+    return {
+        method: _by_layer(model, [float((s - t).abs().sum()) / len(x) for s, t in zip(found, truth, strict=True)])
+        for method, found in _stacked_estimates(passed, truth, generator)
+    }
+
+
+def _stacked_estimates(
+    passed: stacked.Stack, truth: stacked.Diagonals, generator: torch.Generator
+) -> Iterator[tuple[str, stacked.Diagonals]]:
+    for label, method in ((REFERENCE, "hesscale"), ("BL89", "bl89"), ("HesScaleGN", "hesscale_gn")):
+        yield label, stacked.propagated(passed, method)
+    yield ZERO, [torch.zeros_like(t) for t in truth]
+    yield "GGN", stacked.exact(passed, gauss_newton=True)
+    yield "g²", stacked.squared_gradient(passed)
+    for label in ("GGN", "KFAC"):
+        for count, found in enumerate(stacked.sampled_gauss_newton(passed, SAMPLES, generator), start=1):
+            if count in (1, SAMPLES):
+                yield f"{label}-MC{count}", found
+    mean = [torch.zeros_like(t) for t in truth]
+    for count, (found, sizes) in enumerate(stacked.probed_hessian(passed, SAMPLES, generator), start=1):
+        mean = [total.add_(s, alpha=1 / SAMPLES) for total, s in zip(mean, found, strict=True)]
+        if count == 1:
+            yield "AdaHessian-MC1", found
+            yield f"AdaHessian-MC1{AS_CODED}", sizes
+            yield f"AdaHessian-MC{SAMPLES}{AS_CODED}", [size / SAMPLES for size in sizes]
+    yield f"AdaHessian-MC{SAMPLES}", mean
+
+
+ONE_BY_ONE: Mapping[str, tuple[str, int]] = {
+    REFERENCE: ("hesscale", 1),
+    "BL89": ("bl89", 1),
+    "HesScaleGN": ("hesscale_gn", 1),
+    "GGN": ("ggn", 1),
+    "g²": ("squared_gradient", 1),
+    "GGN-MC1": ("ggn_mc", 1),
+    f"GGN-MC{SAMPLES}": ("ggn_mc", SAMPLES),
+    "KFAC-MC1": ("kfac", 1),
+    f"KFAC-MC{SAMPLES}": ("kfac", SAMPLES),
+    "AdaHessian-MC1": ("hutchinson", 1),
+    f"AdaHessian-MC{SAMPLES}": ("hutchinson", SAMPLES),
 }
+"""What each label is in the library: method and samples."""
 
 
-@dataclass(frozen=True)
-class Problem:
-    """One network and the examples it is measured on."""
-
-    model: nn.Sequential
-    x: Tensor  # [examples, inputs]
-    y: Tensor  # [examples]
-
-
-@dataclass(frozen=True)
-class MethodErrors:
-    """Mean L1 errors of one method."""
-
-    method: str
-    by_layer: tuple[tuple[float, ...], ...]  # [seed][layer]
-
-    @property
-    def by_seed(self) -> tuple[float, ...]:
-        """One error per seed: the sum over layers."""
-        return tuple(sum(layers) for layers in self.by_layer)
-
-    @property
-    def layer_means(self) -> tuple[float, ...]:
-        """One error per layer: the mean over seeds."""
-        return tuple(fmean(layer) for layer in zip(*self.by_layer, strict=True))
+def _errors_one_by_one(model: nn.Module, x: Tensor, y: Tensor, generator: torch.Generator) -> Errors:
+    """One example after the other through ``hesscale.estimate``, which works for any network."""
+    rows = {label: row for label, row in ONE_BY_ONE.items() if row[0] != "kfac" or _has_factors(model)}
+    names = [name for name, _ in model.named_parameters()]
+    distances = {label: [0.0] * len(names) for label in (*rows, ZERO)}
+    for i in range(len(x)):
+        batch = x[i : i + 1], y[i : i + 1]
+        truth = hesscale.estimate("hessian", model, F.cross_entropy, batch)
+        found = {
+            label: hesscale.estimate(method, model, F.cross_entropy, batch, samples=samples, generator=generator)
+            for label, (method, samples) in rows.items()
+        }
+        found[ZERO] = {name: torch.zeros_like(t) for name, t in truth.items()}
+        for label, estimate in found.items():
+            for place, name in enumerate(names):
+                distances[label][place] += float((estimate[name] - truth[name]).abs().sum()) / len(x)
+    return {label: _by_layer(model, each) for label, each in distances.items()}
 
 
-@dataclass(frozen=True)
-class Quality:
-    """What ``measure`` found, and for what."""
-
-    widths: tuple[int, ...]
-    seeds: tuple[int, ...]
-    examples: int
-    methods: tuple[MethodErrors, ...]
+def _has_factors(model: nn.Module) -> bool:
+    own = (module for module in model.modules() if next(module.parameters(recurse=False), None) is not None)
+    return all(isinstance(module, kfac.LAYERS) for module in own)
 
 
 @dataclass(frozen=True)
@@ -91,85 +167,24 @@ class Summary:
     error: float
     relative: float
     relative_by_seed: tuple[float, ...]
+    by_layer: tuple[float, ...]
 
 
-def measure(
-    seeds: Sequence[int],
-    *,
-    examples: int,
-    widths: Sequence[int] = WIDTHS,
-    estimators: Mapping[str, Estimator] = ESTIMATORS,
-    progress: Callable[[int], None] = lambda done: None,
-) -> Quality:
-    """The errors of all ``estimators``; ``progress`` is told how many seeds are done."""
-    if not seeds or examples < 1:
-        raise ValueError("at least one seed and one example are needed")
-    found: dict[str, list[tuple[float, ...]]] = {name: [] for name in estimators}
-    for done, seed in enumerate(seeds, start=1):
-        problem = make_problem(seed, examples=examples, widths=widths)
-        exact = exact_diagonals(problem)
-        for name, estimator in estimators.items():
-            found[name].append(layer_errors(problem, estimator, exact))
-        progress(done)
-    methods = tuple(MethodErrors(name, tuple(errors)) for name, errors in found.items())
-    return Quality(tuple(widths), tuple(seeds), examples, methods)
-
-
-def summarize(quality: Quality) -> tuple[Summary, ...]:
-    """One line per method, in the order measured. Relative errors are ratios to HesScale's (the mean's to its mean)."""
-    unit = next(errors.by_seed for errors in quality.methods if errors.method == REFERENCE)
-    return tuple(
+def summarize(records: Sequence[Mapping[str, Any]], stage: str) -> tuple[Summary, ...]:
+    """One line per method, the closest first. Relative errors are ratios to HesScale's (the mean's to its mean)."""
+    chosen = [record["errors"] for record in records if record["kind"] == "quality" and record["stage"] == stage]
+    if not chosen:
+        return ()
+    totals = {method: [sum(errors[method]) for errors in chosen] for method in chosen[0]}
+    unit = totals[REFERENCE]
+    lines = [
         Summary(
-            method=errors.method,
-            error=fmean(errors.by_seed),
-            relative=fmean(errors.by_seed) / fmean(unit),
-            relative_by_seed=tuple(error / one for error, one in zip(errors.by_seed, unit, strict=True)),
+            method=method,
+            error=fmean(by_seed),
+            relative=fmean(by_seed) / fmean(unit),
+            relative_by_seed=tuple(error / one for error, one in zip(by_seed, unit, strict=True)),
+            by_layer=tuple(map(fmean, zip(*(errors[method] for errors in chosen), strict=True))),
         )
-        for errors in quality.methods
-    )
-
-
-def make_problem(seed: int, *, examples: int, widths: Sequence[int] = WIDTHS) -> Problem:
-    """A float64 tanh network with torch's default initialization, inputs from N(0, I), labels drawn uniformly."""
-    # nn.Linear draws from the global generator only, so that one is seeded, and put back afterwards
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        layers: list[nn.Module] = []
-        for inputs, outputs in pairwise(widths):
-            layers += [nn.Linear(inputs, outputs, dtype=torch.float64), nn.Tanh()]
-        x = torch.randn(examples, widths[0], dtype=torch.float64)
-        y = torch.randint(widths[-1], (examples,))
-    return Problem(nn.Sequential(*layers[:-1]), x, y)
-
-
-def exact_diagonals(problem: Problem) -> tuple[Tensor, ...]:
-    """The exact diagonals of every example's Hessian, [examples, *shape] for each parameter."""
-    named = {name: p.detach() for name, p in problem.model.named_parameters()}
-    sizes = [p.numel() for p in named.values()]
-
-    def loss(flat: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        pieces = zip(named.items(), flat.split(sizes), strict=True)
-        params = {name: piece.view(p.shape) for (name, p), piece in pieces}
-        return F.cross_entropy(functional_call(problem.model, params, (x,)), y)
-
-    flat = torch.cat([p.flatten() for p in named.values()])
-
-    def of_example(x: Tensor, y: Tensor) -> Tensor:
-        return jacrev(grad(loss))(flat, x, y).diagonal()
-
-    diagonals = vmap(of_example, chunk_size=_EXAMPLES_AT_ONCE)(problem.x, problem.y)  # [examples, parameters]
-    pieces = zip(diagonals.split(sizes, dim=1), named.values(), strict=True)
-    return tuple(piece.reshape(-1, *p.shape) for piece, p in pieces)
-
-
-def layer_errors(problem: Problem, estimator: Estimator, exact: Sequence[Tensor]) -> tuple[float, ...]:
-    """The L1 error in each layer (its weight and bias together), averaged over examples."""
-    params = list(problem.model.parameters())
-    errors = [0.0] * len(params)
-    for i in range(len(problem.x)):
-        loss = F.cross_entropy(problem.model(problem.x[i : i + 1]), problem.y[i : i + 1])
-        for j, estimate in enumerate(estimator(loss, params)):
-            truth = exact[j][i]
-            errors[j] += float((truth if estimate is None else truth - estimate).abs().sum())
-    means = [error / len(problem.x) for error in errors]
-    return tuple(weight + bias for weight, bias in zip(means[::2], means[1::2], strict=True))
+        for method, by_seed in totals.items()
+    ]
+    return tuple(sorted(lines, key=lambda line: line.error))

@@ -1,0 +1,110 @@
+"""The command: what it prints and writes, how it goes on after an interrupt, what it says when something is wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from hesscale_lab import cli
+from hesscale_lab.cli import app
+from hesscale_lab.studies import approximation_quality
+
+SMALL = ("--quick", "--seeds", 2, "--examples", 2)
+
+
+def quality(*arguments: object) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, ["quality", *map(str, arguments)], env={"COLUMNS": "120"})
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.stdout, result.stderr
+
+
+def without_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing takes seconds."""
+    for plot in (cli.quality_plot, cli.time_plot):
+        monkeypatch.setattr(plot, "draw", lambda run: [])
+
+
+def test_it_prints_tables_and_writes_a_run(tmp_path: Path) -> None:
+    out = tmp_path / "new" / "quality"
+    code, printed, _ = quality(*SMALL, "--out", out)
+    assert code == 0
+    config, environment = (json.loads((out / name).read_text()) for name in ("config.json", "environment.json"))
+    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert config["seeds"] == approximation_quality.authors_seeds(2)
+    assert config["command"] == "hesscale quality --network paper --seeds 2 --examples 2 --updates 0 --quick"
+    assert environment["torch"] == str(torch.__version__)
+    assert [record["seed"] for record in records if record["kind"] == "quality"] == config["seeds"]
+    assert all(method in printed for method in records[0]["errors"])
+    for name in ("quality", "time"):
+        assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        assert "<svg" in (out / f"{name}.svg").read_text()[:1000]
+
+
+def test_it_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measure = approximation_quality.measure
+    asked: list[int] = []
+
+    def interrupted(network: object, seed: int, **more: object) -> object:
+        asked.append(seed)
+        if len(asked) == 2:
+            raise KeyboardInterrupt
+        return measure(network, seed, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(approximation_quality, "measure", interrupted)
+    without_figures(monkeypatch)
+    code, _, complaint = quality(*SMALL, "--out", tmp_path)
+    assert code == 130
+    assert "the same command goes on" in complaint
+    first = (tmp_path / "metrics.jsonl").read_text()
+    (tmp_path / "metrics.jsonl").write_text(first + first[:40])  # as if the interrupt had come while writing
+    assert quality(*SMALL, "--out", tmp_path)[0] == 0
+    seeds = approximation_quality.authors_seeds(2)
+    assert asked == [*seeds, seeds[1]]
+    finished = (tmp_path / "metrics.jsonl").read_text()
+    assert finished.startswith(first)
+    assert quality(*SMALL, "--out", tmp_path)[0] == 0
+    assert (tmp_path / "metrics.jsonl").read_text() == finished
+
+
+def test_a_folder_with_another_run_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_figures(monkeypatch)
+    assert quality(*SMALL, "--out", tmp_path)[0] == 0
+    code, _, complaint = quality("--quick", "--seeds", 2, "--examples", 3, "--out", tmp_path)
+    assert code == 2
+    assert "holds a run with other command, examples: choose another --out" in complaint
+
+
+@pytest.mark.parametrize("option, least", [("--seeds", 1), ("--examples", 1), ("--updates", 0)])
+def test_a_count_too_low_is_one_line_and_code_2(option: str, least: int, tmp_path: Path) -> None:
+    code, _, complaint = quality(option, -3, "--out", tmp_path)
+    assert code == 2
+    assert complaint == f"hesscale: {option} must be at least {least}, not -3\n"
+
+
+def test_a_folder_that_cannot_be_written_is_one_line_and_code_1(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("a file, not a folder")
+    code, printed, complaint = quality("--out", tmp_path / "taken" / "quality")
+    assert code == 1
+    assert printed == ""
+    assert complaint.startswith("hesscale: cannot write to ")
+    assert complaint.count("\n") == 1
+
+
+def test_missing_data_is_one_line_and_code_1(tmp_path: Path) -> None:
+    for more in ((), ("--data", tmp_path)):
+        code, _, complaint = quality("--network", "mnist-relu", *more, "--out", tmp_path / "run")
+        assert code == 1
+        assert "point --data at a folder" in complaint
+        assert complaint.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", [[], ["quality"]])
+def test_help_shows_an_example(command: list[str]) -> None:
+    result = CliRunner().invoke(app, [*command, "--help"])
+    assert result.exit_code == 0
+    assert "hesscale quality --quick" in result.stdout
