@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -170,3 +172,73 @@ def test_exact_diagonal_agrees_on_a_small_residual_network() -> None:
     loss = F.cross_entropy(head(x + torch.relu(body(x))), torch.tensor([0, 1, 2, 0, 1, 2]))
     expected = exact_diagonal(loss, list(head.parameters()))
     torch.testing.assert_close(hesscale.diagonal(loss, list(head.parameters())), expected, rtol=1e-10, atol=1e-10)
+
+
+def test_double_precision_targets_of_a_single_precision_model() -> None:
+    """As with gradients, each tensor's curvature has its own dtype."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    x, y = torch.randn(5, 3), torch.randn(5, 2, dtype=torch.float64)
+    hesscale.backward(F.mse_loss(model(x), y))
+    assert model.weight.curvature.dtype is torch.float32  # type: ignore[attr-defined]
+    torch.testing.assert_close(model.weight.curvature, (x.square().sum(0) / 5).expand(2, 3))  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("loss", [F.mse_loss, F.smooth_l1_loss, F.binary_cross_entropy_with_logits, F.huber_loss])
+def test_empty_batches(loss: Any) -> None:
+    model = nn.Linear(3, 2)
+    hesscale.backward(loss(model(torch.randn(0, 3)), torch.rand(0, 2)))
+    assert not model.weight.curvature.any()  # type: ignore[attr-defined]
+
+
+def test_the_output_of_an_expression_among_the_targets() -> None:
+    x = leaf(3)
+    h = x * torch.sigmoid(x)
+    found = hesscale.diagonal(h.pow(3).sum(), (x, h))
+    torch.testing.assert_close(found[1], 6 * h.detach())
+
+
+def test_equal_elements_have_a_flat_deviation() -> None:
+    x = torch.ones(3, 4, dtype=torch.float64, requires_grad=True)
+    (found,) = hesscale.diagonal(x.std(1).sum(), x)
+    assert found is not None
+    assert torch.isfinite(found).all()
+
+
+def test_weights_of_the_whole_loss_do_not_end_it() -> None:
+    """Gauss-Newton of a loss that is multiplied or rooted as a scalar is still that of the loss."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    x, y = torch.randn(5, 3, dtype=torch.float64), torch.tensor([0, 1, 2, 0, 1])
+    scale = torch.zeros((), dtype=torch.float64, requires_grad=True)
+    parameters = list(model.parameters())
+    weighted = torch.exp(-scale) * F.cross_entropy(model(x), y) + scale
+    found = hesscale.diagonal(weighted, parameters, method="hesscale_gn")
+    expected = hesscale.diagonal(F.cross_entropy(model(x), y), parameters, method="hesscale_gn")
+    torch.testing.assert_close(found, expected)
+
+
+def test_weakly_coupled_writes_are_refused_as_well() -> None:
+    base, a, b = leaf(3, 3), leaf(2, 3, seed=1), leaf(3, 3, seed=2)
+    written = base.clone()
+    written[:2].addmm_(a, b, alpha=1e-4)
+    with pytest.raises(NotImplementedError, match="out of place"):
+        hesscale.backward(written.square().sum())
+
+
+def test_sums_of_many_terms_are_planned_in_linear_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = 0
+    original = hesscale.regions._is_pointwise
+
+    def counted(*arguments: Any) -> bool:
+        nonlocal looked
+        looked += 1
+        return original(*arguments)
+
+    monkeypatch.setattr(hesscale.regions, "_is_pointwise", counted)
+    counts = []
+    for terms in (200, 400):
+        looked = 0
+        hesscale.check(sum((leaf(2) ** 2).sum() for _ in range(terms)))  # type: ignore[arg-type]
+        counts.append(looked)
+    assert counts[1] < 2.5 * counts[0]

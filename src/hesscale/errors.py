@@ -12,6 +12,7 @@ OPAQUE = {
     "CheckpointFunctionBackward": (
         "Reentrant checkpointing hides its graph: use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
     ),
+    "DifferentiableGraphBackward": "A torch.jit.script'ed part is opaque: call the unscripted model.",
     "torch::autograd::NotImplemented": "PyTorch itself has no derivative for one of these operations.",
 }
 _HOW_TO_REGISTER = (

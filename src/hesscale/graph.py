@@ -30,6 +30,7 @@ class Graph:
     root: Edge
     order: tuple[Node, ...]  # each node after all nodes that consume its output
     shapes: dict[Node, tuple[torch.Size, ...]]  # of a node's outputs
+    dtypes: dict[Node, tuple[torch.dtype, ...]]  # of a node's outputs
     edges: dict[Node, tuple[Edge | None, ...]]  # inputs of a node; None where nothing wanted lies behind
     wanted: dict[Node, tuple[torch.Size | None, ...]]  # shapes of those inputs
     consumers: dict[Node, int]  # how many edges lead to a node
@@ -46,7 +47,9 @@ def trace(root: Edge, targets: Sequence[Edge] | None = None) -> Graph:
     inputs, arriving = _discover(root[0])
     order = _consumers_first(root[0], inputs, arriving)
     useful = _leading_to(targets, order, inputs) if targets is not None else None
-    shapes = {node: _output_shapes(node) for node in order}
+    outputs = {node: _outputs(node) for node in order}
+    shapes = {node: tuple(torch.Size(output.shape) for output in outputs[node]) for node in order}
+    dtypes = {node: tuple(output.dtype for output in outputs[node]) for node in order}
     edges: dict[Node, tuple[Edge | None, ...]] = {}
     wanted: dict[Node, tuple[torch.Size | None, ...]] = {}
     for node in order:
@@ -57,7 +60,7 @@ def trace(root: Edge, targets: Sequence[Edge] | None = None) -> Graph:
         edges[node] = kept
         wanted[node] = tuple(None if edge is None else shapes[edge[0]][edge[1]] for edge in kept)
     kept_order = tuple(order) if useful is None else tuple(node for node in order if any(edges[node]))
-    return Graph(root, kept_order, shapes, edges, wanted, arriving)
+    return Graph(root, kept_order, shapes, dtypes, edges, wanted, arriving)
 
 
 def _discover(root: Node) -> tuple[dict[Node, Any], dict[Node, int]]:
@@ -103,20 +106,13 @@ def _leading_to(targets: Iterable[Edge], order: list[Node], inputs: dict[Node, A
     return useful
 
 
-def _output_shapes(node: Node) -> tuple[torch.Size, ...]:
-    if node.name() == LEAF:
-        variable = leaf_of(node)
-        _refuse_complex(variable.dtype, node)
-        return (variable.shape,)
-    metadata: Any = node._input_metadata
-    for output in metadata:
-        _refuse_complex(output.dtype, node)
-    return tuple(torch.Size(output.shape) for output in metadata)
-
-
-def _refuse_complex(dtype: torch.dtype, node: Node) -> None:
-    if dtype.is_complex:
-        raise TypeError(_COMPLEX.format(name="a leaf" if node.name() == LEAF else node.name()))
+def _outputs(node: Any) -> Sequence[Any]:
+    """Something with the shape and dtype of each output of a node."""
+    outputs = (leaf_of(node),) if node.name() == LEAF else node._input_metadata
+    for output in outputs:
+        if output.dtype.is_complex:
+            raise TypeError(_COMPLEX.format(name="a leaf" if node.name() == LEAF else node.name()))
+    return outputs
 
 
 def leaf_of(node: Any) -> Tensor:

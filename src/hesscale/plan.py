@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
@@ -105,6 +106,11 @@ def _behind_nonlinear(graph: Graph, rules: dict[Node, Rule], seeded: bool) -> se
         return set(graph.order)
     network: set[Node] = set()
     for node in graph.order:
-        if node in rules and (node in network or not rules[node].is_linear(graph.wanted[node])):
+        if node in rules and (node in network or _ends_loss(rules[node], graph.wanted[node])):
             network.update(edge[0] for edge in graph.edges[node] if edge is not None)
     return network
+
+
+def _ends_loss(rule: Rule, wanted: Sequence[torch.Size | None]) -> bool:
+    """A non-linear operation does, unless it works on scalars only: those are the loss, weighted or rooted."""
+    return not rule.is_linear(wanted) and any(shape is not None and len(shape) for shape in wanted)

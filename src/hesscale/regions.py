@@ -59,6 +59,7 @@ def _grow(sink: Node, graph: Graph, rules: Mapping[Node, Rule], barriers: Set[Ed
     """
     met: dict[Edge, bool] = {}
     arrived: dict[Node, int] = {}
+    complete: list[Edge] = []  # open edges that nothing outside the region reads
     nodes = [sink]
 
     def open_inputs(node: Node, already_met: bool) -> None:
@@ -66,19 +67,15 @@ def _grow(sink: Node, graph: Graph, rules: Mapping[Node, Rule], barriers: Set[Ed
             if edge is not None:
                 met[edge] = already_met or edge in met
                 arrived[edge[0]] = arrived.get(edge[0], 0) + 1
-
-    def can_absorb(edge: Edge) -> bool:
-        node = edge[0]
-        only_here = arrived[node] == graph.consumers[node]
-        return only_here and edge not in barriers and _is_pointwise(node, graph, rules)
+                if arrived[edge[0]] == graph.consumers[edge[0]]:
+                    complete.append(edge)
 
     open_inputs(sink, False)
-    while len(met) > 1 and len(nodes) < _LARGEST:
-        edge = next(filter(can_absorb, met), None)
-        if edge is None:
-            break
-        nodes.append(edge[0])
-        open_inputs(edge[0], met.pop(edge))
+    while len(met) > 1 and complete and len(nodes) < _LARGEST:
+        edge = complete.pop()
+        if edge not in barriers and _is_pointwise(edge[0], graph, rules):
+            nodes.append(edge[0])
+            open_inputs(edge[0], met.pop(edge))
     meetings = {edge for edge, several in met.items() if several}
     return _leading_to(meetings, nodes, graph) if meetings else None
 
@@ -106,7 +103,8 @@ def region_curvatures(
         weighted = {} if g is None else _pull_back(region, g)
     ends = [node for node, _ in region.sources if node.name() != LEAF]
     results: list[tuple[Edge | None, Tensor | None]] = []
-    for edge in (*region.sources, *(edge for edge in first if edge in also and edge not in region.sources)):
+    inside = (edge for edge in first if edge in also and edge not in region.sources and edge[0] is not region.nodes[0])
+    for edge in (*region.sources, *inside):
         transport = None if s is None or edge not in first else s * first[edge].square()
         results.append((edge, added(transport, differentiate(weighted.get(edge), edge, fixed=ends))))
     return results

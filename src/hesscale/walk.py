@@ -15,7 +15,7 @@ from . import graph as graphs
 from .graph import Edge
 from .plan import Method, Plan, make_plan
 from .regions import region_curvatures
-from .rules.calculus import in_single_precision, widened
+from .rules.calculus import LOW_PRECISION, in_single_precision, widened
 from .rules.families import Curvatures, Rebuilt
 
 _TWO_LOSSES = "two attached losses meet in one backward pass: add the losses first, then attach their sum, once"
@@ -114,7 +114,7 @@ class Walk:
             self._nested = False
         for edge, curvature in given:
             if edge is not None and curvature is not None:
-                self._give(edge, widened(curvature))
+                self._give(edge, self._cast(edge, curvature))
 
     def _curvatures(self, node: Node, s: Curvatures, g: Curvatures) -> list[tuple[Edge | None, Tensor | None]]:
         plan = self._plan
@@ -126,6 +126,12 @@ class Walk:
         else:
             curvatures = rule(seen, s, g, plan.graph.wanted[node])
         return list(zip(plan.graph.edges[node], curvatures, strict=True))
+
+    def _cast(self, edge: Edge, curvature: Tensor) -> Tensor:
+        """In the dtype of the tensor it belongs to, as torch has gradients; half precision is kept in single."""
+        dtype = self._plan.graph.dtypes[edge[0]][edge[1]]
+        dtype = torch.float32 if dtype in LOW_PRECISION else dtype
+        return curvature if curvature.dtype is dtype else curvature.to(dtype)
 
     def _give(self, edge: Edge, curvature: Tensor) -> None:
         """Fan-out: what several consumers say of one tensor is added; their cross terms are what HesScale drops."""
@@ -149,7 +155,7 @@ class Walk:
             if grad is None or old is None:
                 variable.curvature = _owned(s, variable, taken)  # type: ignore[attr-defined]
             elif s is not None:
-                variable.curvature = old.add_(s)  # type: ignore[attr-defined]
+                variable.curvature = old.to(s).add_(s)  # type: ignore[attr-defined]  # the model may have moved
         self._unhook()
         if not self._plan.targets:
             self._forget()

@@ -56,7 +56,7 @@ def celu_in_place(node: Any) -> Pair:
 
 def gelu(node: Any) -> Pair:
     """xΦ(x):  φ(x)(2 − x²), or the tanh form's."""
-    x = node._saved_self
+    x = node._saved_self.clamp(-100, 100)  # f'' is zero long before, and x³ must not overflow
     if node._saved_approximate == "tanh":
         return None, _gelu_tanh(x)
     return None, (-x.square() / 2).exp() * (2 - x.square()) / math.sqrt(2 * math.pi)
@@ -91,9 +91,9 @@ def hardswish(node: Any) -> Pair:
 
 
 def prelu(node: Any) -> tuple[Pair, Pair]:
-    """x for x ≥ 0, else wx."""
+    """x for x > 0, else wx."""
     x, w = node._saved_self, node._saved_weight
-    positive = x >= 0
+    positive = x > 0
     return (torch.where(positive, 1.0, w), None), (x.masked_fill(positive, 0.0), None)
 
 

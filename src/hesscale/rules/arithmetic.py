@@ -15,10 +15,16 @@ Pairs = tuple[Pair, ...]
 _NONE: Pair = (None, None)
 
 
+def _real(x: Any) -> Any:
+    """Integers as floating numbers, whose squares do not overflow; everything else as it is."""
+    integers = isinstance(x, Tensor) and not x.is_floating_point() and x.dtype is not torch.bool
+    return x.double() if integers else x
+
+
 def _precise(x: Any) -> Any:
     """The same in double precision if torch made it of a Python number: in arithmetic among themselves such tensors
     fall back to the default dtype, and a constant would be squared in single precision."""
-    return x.clone().double() if x is not None and x.dim() == 0 and x.device.type == "cpu" else x
+    return x.clone().double() if x is not None and x.dim() == 0 and x.device.type == "cpu" else _real(x)
 
 
 def _number(factor: Any) -> Any:
@@ -38,7 +44,7 @@ def reversed_sub(node: Any) -> Pairs:
 
 def mul(node: Any) -> Pairs:
     """x·y."""
-    return (_number(node._saved_other), None), (_number(node._saved_self), None)
+    return (_number(_real(node._saved_other)), None), (_number(_real(node._saved_self)), None)
 
 
 def div(node: Any) -> Pairs:
@@ -54,7 +60,7 @@ def rounded_div(node: Any) -> Pairs:
 
 def power(node: Any) -> Pairs:
     """x^y:  (y x^(y−1), y(y−1) x^(y−2)),  (x^y log x, x^y log²x)."""
-    x, y, result = node._saved_self, node._saved_exponent, node._saved_result
+    x, y, result = _real(node._saved_self), _real(node._saved_exponent), node._saved_result
     return _power_base(x, y), _NONE if result is None else _power_exponent(x, result)
 
 
@@ -72,16 +78,18 @@ def _power_exponent(x: Tensor, result: Tensor) -> Pair:
 
 def atan2(node: Any) -> Pairs:
     """atan(y/x), r² = x² + y²:  (x/r², −2xy/r⁴),  (−y/r², 2xy/r⁴)."""
-    y, x = node._saved_self, node._saved_other
+    y, x = _real(node._saved_self), _real(node._saved_other)
     r2 = x.square() + y.square()
-    bend = 2 * x * y / r2.square()
+    bend = 2 * (x / r2) * (y / r2)
     return (x / r2, -bend), (-y / r2, bend)
 
 
 def hypot(node: Any) -> Pairs:
-    """r = √(x² + y²):  (x/r, y²/r³),  (y/r, x²/r³)."""
-    x, y, r = node._saved_self, node._saved_other, node._saved_result
-    return (x / r, y.square() / r**3), (y / r, x.square() / r**3)
+    """r = √(x² + y²):  (x/r, (1 − (x/r)²)/r), and the same in y."""
+    r = node._saved_result
+    # torch saves an input only if that input needs a gradient
+    ratios = (None if t is None else _real(t) / r for t in (node._saved_self, node._saved_other))
+    return tuple(_NONE if ratio is None else (ratio, (1 - ratio.square()) / r) for ratio in ratios)
 
 
 def logaddexp(node: Any, base: float = math.e) -> Pairs:
@@ -93,7 +101,7 @@ def logaddexp(node: Any, base: float = math.e) -> Pairs:
 
 def xlogy(node: Any, shift: float = 0.0) -> Pairs:
     """x log(y + shift):  (log, 0),  (x/y, −x/y²)."""
-    x, y = node._saved_self, node._saved_other
+    x, y = _real(node._saved_self), _real(node._saved_other)
     return (_log(y, x, shift), None), _xlogy_y(x, y, shift)
 
 
@@ -185,7 +193,7 @@ def fmod(node: Any) -> Pairs:
 
 
 def _modulo(node: Any, rounding: str) -> Pairs:
-    x, y = node._saved_self, node._saved_other
+    x, y = _real(node._saved_self), _real(node._saved_other)
     return (1.0, None), _NONE if x is None else (-torch.div(x, y, rounding_mode=rounding), None)
 
 
@@ -202,19 +210,20 @@ def lerp(node: Any) -> Pairs:
 
 def addcmul(node: Any) -> Pairs:
     """x + c·y·z."""
-    y, z, c = node._saved_tensor1, node._saved_tensor2, node._saved_value
+    y, z, c = _real(node._saved_tensor1), _real(node._saved_tensor2), node._saved_value
     return (1.0, None), (None if z is None else c * z, None), (None if y is None else c * y, None)
 
 
 def addcdiv(node: Any) -> Pairs:
     """x + c·y/z."""
-    y, z, c = node._saved_tensor1, node._saved_tensor2, node._saved_value
+    y, z, c = _real(node._saved_tensor1), _real(node._saved_tensor2), node._saved_value
     return (1.0, None), (c / z, None), _NONE if y is None else (-c * y / z.square(), 2 * c * y / z**3)
 
 
 def copysign(node: Any) -> Pairs:
     """|x|·sign(y)."""
-    return (torch.sgn(node._saved_self) * torch.sgn(node._saved_result), None), (0.0, None)
+    x = node._saved_self
+    return (None if x is None else torch.sgn(x) * torch.sgn(node._saved_result), None), (0.0, None)
 
 
 def ldexp(node: Any) -> Pairs:

@@ -41,7 +41,8 @@ def _refuse_coupled(node: Any, like: Tensor, slopes: Curvatures) -> None:
     for both, one, other, slope in zip(pull(node, a * b), pull(node, a), pull(node, b), slopes, strict=True):
         if both is None or one is None or other is None or slope is None:
             continue
-        if not torch.allclose(both * slope, one * other, rtol=1e-3, atol=1e-6):
+        product = both * slope
+        if not torch.allclose(product, one * other, rtol=1e-3, atol=1e-6 * float(product.abs().max())):
             raise NotImplementedError(_NOT_ELEMENTWISE)
 
 

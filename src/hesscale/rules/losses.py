@@ -21,7 +21,7 @@ register(Selection(scaled=True), "NllLossBackward0", "NllLoss2DBackward0")
 
 
 def _reduction(node: Any) -> float:
-    return 1 / node._saved_self.numel() if node._saved_reduction == _MEAN else 1.0
+    return 1 / max(node._saved_self.numel(), 1) if node._saved_reduction == _MEAN else 1.0
 
 
 def _of_difference(node: Any, first: Tensor, second: Factor) -> Pairs:

@@ -45,7 +45,7 @@ def _transport(a: Tensor, s: Tensor, dims: Sequence[int], share: float, shift: f
     """Σ_k (δ_ki − shift − a_k a_i·share)² s_k, multiplied out."""
 
     def total(t: Tensor) -> Tensor:
-        return t.sum(list(dims), keepdim=True)
+        return _total(t, dims)
 
     own = s * (1 - 2 * shift - 2 * share * a.square())
     cross = shift**2 * total(s) if shift else 0.0
@@ -53,10 +53,14 @@ def _transport(a: Tensor, s: Tensor, dims: Sequence[int], share: float, shift: f
     return own + cross + mixed + share**2 * a.square() * total(a.square() * s)
 
 
+def _total(t: Tensor, dims: Sequence[int]) -> Tensor:
+    return t.sum(list(dims), keepdim=True) if dims else t  # torch takes no dimensions for all of them
+
+
 def _residual(a: Tensor, g: Tensor, dims: Sequence[int], share: float, shift: float) -> Tensor:
     """−share (2 a_i Σ_k g_k c_ki + c_ii Σ_k g_k a_k)."""
-    along = (g * a).sum(list(dims), keepdim=True)
-    drift = shift * g.sum(list(dims), keepdim=True) if shift else 0.0
+    along = _total(g * a, dims)
+    drift = shift * _total(g, dims) if shift else 0.0
     own = 1 - shift - share * a.square()
     return -share * (2 * a * (g - drift - share * a * along) + own * along)
 
@@ -93,7 +97,7 @@ def group_norm(node: Any, s: Curvatures, g: Curvatures) -> Curvatures:
     """Over the channels of a group and all places; weight and bias per channel."""
     x, weight, groups = node._saved_input, node._saved_weight, node._saved_group
     samples, channels = x.shape[:2]
-    split = (samples, groups, channels // groups, -1)
+    split = (samples, groups, channels // groups, math.prod(x.shape[2:]))
     mean, inverse = (t.reshape(samples, groups, 1, 1) for t in (node._saved_result1, node._saved_result2))
     a = (x.reshape(split) - mean) * inverse
     s0, g0 = (None if t is None else t.reshape(split) for t in (s[0], g[0]))
@@ -169,7 +173,8 @@ def weight_norm(node: Any, s: Tensor | None, g: Tensor | None) -> Curvatures:
     inverse = 1 / node._saved_result1.reshape(length.shape)
     a = v * inverse
     curvature = standardized(a, inverse, *_scaled(s, g, length), dims, share=1.0, centered=False)
-    lengths = None if s is None else (s * a.square()).sum(dims, keepdim=True)
+    own = None if s is None else s * a.square()
+    lengths = own.sum(dims, keepdim=True) if own is not None and dims else own
     return curvature, None if lengths is None else lengths.reshape(length.shape)
 
 

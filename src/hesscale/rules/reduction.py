@@ -28,7 +28,7 @@ def kept(result: Tensor, x: Tensor, dims: Sequence[int]) -> Tensor:
 def _moments(node: Any) -> tuple[Tensor, list[int], int, float]:
     x = node._saved_self
     dims = reduced_dims(node, x)
-    count = math.prod(x.shape[dim] for dim in dims)
+    count = max(math.prod(x.shape[dim] for dim in dims), 1)
     correction = 1 if node._saved_correction is None else node._saved_correction
     return x - x.mean(dims, keepdim=True), dims, count, max(count - correction, 0)
 
@@ -45,10 +45,10 @@ def deviation(node: Any, s: Tensor | None, g: Tensor | None, result: Tensor | No
     """r = √variance:  f' = (x − m)/(dr),  f'' = (1 − 1/n)/(dr) − f'²/r."""
     x, dims, count, divisor = _moments(node)
     r = kept(node._saved_result if result is None else result, x, dims)
-    first = x / (divisor * r)
+    first = (x / (divisor * r)).masked_fill(r == 0, 0.0)  # flat where all are equal, as torch has it
     transport = None if s is None else first.square() * kept(s, x, dims)
-    residual = None if g is None else ((1 - 1 / count) / (divisor * r) - first.square() / r) * kept(g, x, dims)
-    return added(transport, residual)
+    bend = ((1 - 1 / count) / (divisor * r) - first.square() / r).masked_fill(r == 0, 0.0)
+    return added(transport, None if g is None else bend * kept(g, x, dims))
 
 
 def with_mean(spread: Callable[..., Tensor | None]) -> Callable[[Any, Curvatures, Curvatures], Tensor | None]:
@@ -69,13 +69,15 @@ def norm(node: Any, s: Tensor | None, g: Tensor | None) -> Tensor | None:
     x = node._saved_self
     dims = reduced_dims(node, x)
     s, g = (None if t is None else kept(t, x, dims) for t in (s, g))
-    return _norm(x, kept(node._saved_result, x, dims), _order(node), x.shape, s, g)
+    return _norm(x, kept(node._saved_result, x, dims), _order(node), dims, x.shape, s, g)
 
 
 def distance(node: Any, s: Tensor | None, g: Tensor | None) -> Curvatures:
     """r = ‖x − y‖_p: the same at both ends, but for broadcasting."""
     x, y = node._saved_self, node._saved_other
-    return tuple(_norm(x - y, node._saved_result, float(node._saved_p), end.shape, s, g) for end in (x, y))
+    gap = x - y
+    dims = range(gap.dim())
+    return tuple(_norm(gap, node._saved_result, float(node._saved_p), dims, end.shape, s, g) for end in (x, y))
 
 
 def all_distances(node: Any, s: Tensor | None, g: Tensor | None) -> Curvatures:
@@ -83,7 +85,7 @@ def all_distances(node: Any, s: Tensor | None, g: Tensor | None) -> Curvatures:
     gaps = node._saved_x1.unsqueeze(-2) - node._saved_x2.unsqueeze(-3)
     r, s, g = (None if t is None else t.unsqueeze(-1) for t in (node._saved_result, s, g))
     assert r is not None
-    each = _norm(gaps, r, float(node._saved_p), gaps.shape, s, g)
+    each = _norm(gaps, r, float(node._saved_p), (-1,), gaps.shape, s, g)
     return (None, None) if each is None else (each.sum(-2), each.sum(-3))
 
 
@@ -93,7 +95,7 @@ def own_distances(node: Any, s: Tensor | None, g: Tensor | None) -> Tensor | Non
     left, right = torch.triu_indices(len(x), len(x), offset=1, device=x.device)
     r, s, g = (None if t is None else t.unsqueeze(-1) for t in (node._saved_result, s, g))
     assert r is not None
-    each = _norm(x[left] - x[right], r, float(node._saved_p), torch.Size([len(left), x.shape[1]]), s, g)
+    each = _norm(x[left] - x[right], r, float(node._saved_p), (-1,), torch.Size([len(left), x.shape[1]]), s, g)
     return None if each is None else torch.zeros_like(x).index_add(0, left, each).index_add(0, right, each)
 
 
@@ -102,7 +104,9 @@ def _order(node: Any) -> float:
     return 2.0 if order is None else float(order)
 
 
-def _norm(x: Tensor, r: Tensor, p: float, shape: torch.Size, s: Tensor | None, g: Tensor | None) -> Tensor | None:
+def _norm(
+    x: Tensor, r: Tensor, p: float, dims: Sequence[int], shape: torch.Size, s: Tensor | None, g: Tensor | None
+) -> Tensor | None:
     """With u = |x|/r:  f' = ±u^(p−1),  f'' = (p − 1)(u^(p−2) − f'²)/r.
 
     Sums over ``shape``: an input that was broadcast before the norm moves several x at once.
@@ -110,7 +114,7 @@ def _norm(x: Tensor, r: Tensor, p: float, shape: torch.Size, s: Tensor | None, g
     if p == 0:
         return torch.zeros_like(x).sum_to_size(shape)
     if math.isinf(p):
-        return _extreme(x, r, shape, s)
+        return _extreme(x, r, dims, shape, s)
     u = (x.abs() / r).masked_fill(r == 0, 0.0)  # the norm is flat at zero, as torch has it
     first = (x.sign() * u.pow(p - 1)).masked_fill(u == 0, 0.0).sum_to_size(shape)
     transport = None if s is None else first.square() * s
@@ -120,11 +124,10 @@ def _norm(x: Tensor, r: Tensor, p: float, shape: torch.Size, s: Tensor | None, g
     return added(transport, bend.masked_fill(r == 0, 0.0) * g)
 
 
-def _extreme(x: Tensor, r: Tensor, shape: torch.Size, s: Tensor | None) -> Tensor | None:
+def _extreme(x: Tensor, r: Tensor, dims: Sequence[int], shape: torch.Size, s: Tensor | None) -> Tensor | None:
     """The largest |x|, shared evenly among equals."""
     largest = (x.abs() == r).to(x.dtype)
-    dims = [dim for dim in range(x.dim()) if r.dim() == 0 or r.shape[dim] != x.shape[dim]]
-    share = x.sign() * largest / largest.sum(dims, keepdim=True)
+    share = x.sign() * largest / (largest.sum(list(dims), keepdim=True) if dims else largest)
     return None if s is None else share.sum_to_size(shape).square() * s
 
 

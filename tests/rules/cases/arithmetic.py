@@ -9,7 +9,17 @@ row, column, scalar = randn(4, seed=2), randn(3, 1, seed=3), randn(seed=4)
 p, q = between(0.3, 2.0, 3, 4), between(0.3, 2.0, 4, seed=1)
 mask = constant(randn(3, 4, seed=7)) > 0
 
+bytes_ = torch.tensor([[200, 3, 7, 16], [100, 255, 9, 1], [50, 60, 70, 80]], dtype=torch.uint8)
+
 CASES = [
+    Case("MulBackward0", torch.mul, a, bytes_, label="bytes"),
+    Case("DivBackward0", torch.div, bytes_, p, label="bytes"),
+    Case("AddcmulBackward0", torch.addcmul, a, b, bytes_, label="bytes"),
+    Case("XlogyBackward0", torch.xlogy, bytes_, q, label="bytes"),
+    # torch's own backward squares the bytes
+    Case("Atan2Backward0", torch.atan2, a, bytes_, reference=lambda y, x: torch.atan2(y, x.to(y.dtype)), label="bytes"),
+    Case("HypotBackward0", torch.hypot, a, constant(row), label="one"),
+    Case("CopysignBackward0", torch.copysign, constant(a), row, label="sign-only"),
     Case("AddBackward0", torch.add, a, row),
     Case("AddBackward0", lambda x, y: torch.add(x, y, alpha=3), column, b, label="alpha"),
     Case("SubBackward0", lambda x, y: torch.sub(x, y, alpha=2), a, column),

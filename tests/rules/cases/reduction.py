@@ -52,6 +52,7 @@ CASES = [
     Case("LinalgVectorNormBackward0", lambda t: norm(t, 3, dim=(0, 2), keepdim=True), cube, label="3"),
     Case("LinalgVectorNormBackward0", lambda t: norm(t, 1.5, dim=-1), cube, label="1.5"),
     Case("LinalgVectorNormBackward0", lambda t: norm(t, inf, dim=1), distinct(3, 4), label="inf"),
+    Case("LinalgVectorNormBackward0", lambda t: norm(t, inf, dim=1), randn(4, 1), label="inf-of-one"),
     Case("LinalgVectorNormBackward0", lambda t: norm(t, 0, dim=1), x, label="0"),
     Case("NormBackward0", lambda t: torch.ops.aten.norm.Scalar(t, 3), x),
     Case("NormBackward1", torch.pairwise_distance, x, constant(y)),
