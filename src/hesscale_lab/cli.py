@@ -20,7 +20,7 @@ from .coverage import as_markdown
 from .coverage import measure as measure_coverage
 from .plots import approximation_quality as quality_plot
 from .plots import error_per_time as time_plot
-from .runs import OtherRunError, Run, open_run
+from .runs import OtherRunError, Run, one_thread, open_run
 from .studies import approximation_quality, error_per_time
 from .studies.approximation_quality import STAGES, summarize
 from .tasks.networks import NETWORKS, Size, sources
@@ -112,7 +112,7 @@ def quality(
         row.quick if quick else row.full, **{key: value for key, value in asked.items() if value is not None}
     )
     folder = out or Path("runs") / "quality" / (f"{network.value}-quick" if quick else network.value)
-    with _clear_errors(folder):
+    with _clear_errors(folder), one_thread():
         run = open_run(folder, _config(network.value, size, _ROUNDS[pace]))
         _measure(run, size, data)
         for stage in STAGES:

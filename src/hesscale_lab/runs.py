@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import platform
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,3 +82,14 @@ def environment() -> dict[str, Any]:
         "platform": f"{platform.system()} {platform.machine()}",
         "threads": torch.get_num_threads(),
     }
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Torch computes with one thread in here: small networks gain nothing from more, and times vary less."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from statistics import fmean, median
 from typing import Any, cast
 
@@ -94,25 +93,13 @@ def _timed(
     calls = {(label, 1): call(method, 1) for label, method in SINGLE.items()}
     calls |= {(label, count): call(method, count) for label, method in SAMPLED.items() for count in _LADDER}
     taken: dict[tuple[str, int], list[float]] = {key: [] for key in calls}
-    with _one_thread():
-        for number in range(rounds + 1):
-            for key, run in calls.items():
-                start = time.perf_counter()
-                run()
-                if number:  # the first round warms up
-                    taken[key].append(time.perf_counter() - start)
+    for number in range(rounds + 1):
+        for key, run in calls.items():
+            start = time.perf_counter()
+            run()
+            if number:  # the first round warms up
+                taken[key].append(time.perf_counter() - start)
     return {key: median(each) for key, each in taken.items()}
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """These networks are small: more threads add noise, not speed."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _errors(

@@ -123,6 +123,8 @@ def _picker(x: Tensor, y: Tensor) -> Data:
 
 def train(model: nn.Module, data: Data, *, updates: int, generator: torch.Generator) -> None:
     """Trains the model in place."""
+    if not updates:
+        return
     optimizer = torch.optim.Adam(model.parameters(), lr=STEP_SIZE, fused=True)
     for _ in range(updates):
         x, y = data(BATCH, generator)
