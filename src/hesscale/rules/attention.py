@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .calculus import added
+from .calculus import added, through_softmax
 from .families import Coupled, Curvatures
 from .table import register
 
@@ -24,16 +24,6 @@ _DROPOUT = (
 )
 
 Softmax = Callable[[Tensor, Tensor | None, Tensor | None], Tensor | None]
-
-
-def coupled(q: Tensor, s: Tensor | None, g: Tensor | None) -> Tensor | None:
-    """Softmax over the last dimension:  q²(s − 2qs + Σ q²s) + q(1 − 2q)(g − Σ qg)."""
-    transport = residual = None
-    if s is not None:
-        transport = q * q * (s - 2 * q * s + (q * q * s).sum(-1, keepdim=True))
-    if g is not None:
-        residual = q * (1 - 2 * q) * (g - (q * g).sum(-1, keepdim=True))
-    return added(transport, residual)
 
 
 def elementwise(q: Tensor, s: Tensor | None, g: Tensor | None) -> Tensor | None:
@@ -139,5 +129,5 @@ def _padded(rule: Coupled) -> Coupled:
     return Coupled(curvature, exact=False)
 
 
-register(_padded(Coupled(attention(coupled))), *_FUSED)
+register(_padded(Coupled(attention(through_softmax))), *_FUSED)
 BL89_ATTENTION = dict.fromkeys(_FUSED, _padded(Coupled(attention(elementwise))))

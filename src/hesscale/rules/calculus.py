@@ -113,3 +113,13 @@ def reduced(curvature: Tensor | None, shape: torch.Size | None) -> Tensor | None
     if curvature is None or shape is None or curvature.shape == shape:
         return curvature
     return curvature.expand(torch.broadcast_shapes(curvature.shape, shape)).sum_to_size(shape)
+
+
+def through_softmax(q: Tensor, s: Tensor | None, g: Tensor | None, dim: int = -1) -> Tensor | None:
+    """The curvature of x in q = softmax(x):  q²(s − 2qs + Σ q²s) + q(1 − 2q)(g − Σ qg)."""
+    transport = residual = None
+    if s is not None:
+        transport = q * q * (s - 2 * q * s + (q * q * s).sum(dim, keepdim=True))
+    if g is not None:
+        residual = q * (1 - 2 * q) * (g - (q * g).sum(dim, keepdim=True))
+    return added(transport, residual)

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .calculus import added
+from .calculus import added, through_softmax
 from .families import Coupled, Elementwise, Pair, signed
 from .table import register
 
@@ -20,14 +20,8 @@ def log_softmax(node: Any, s: Tensor | None, g: Tensor | None) -> Tensor | None:
 
 
 def softmax(node: Any, s: Tensor | None, g: Tensor | None) -> Tensor | None:
-    """transport q²(s − 2qs + Σ q²s),  residual q(1 − 2q)(g − Σ qg)."""
-    q, dim = node._saved_result, signed(node._saved_dim)
-    transport = residual = None
-    if s is not None:
-        transport = q * q * (s - 2 * q * s + (q * q * s).sum(dim, keepdim=True))
-    if g is not None:
-        residual = q * (1 - 2 * q) * (g - (q * g).sum(dim, keepdim=True))
-    return added(transport, residual)
+    """q = softmax(x) over one dimension."""
+    return through_softmax(node._saved_result, s, g, signed(node._saved_dim))
 
 
 def elementwise_log_softmax(node: Any) -> Pair:
