@@ -9,7 +9,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from hesscale_lab import cli
+from hesscale_lab import plots
 from hesscale_lab.cli import app
 from hesscale_lab.studies import approximation_quality
 
@@ -25,7 +25,7 @@ def quality(*arguments: object) -> tuple[int, str, str]:
 
 def without_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawing takes seconds."""
-    for plot in (cli.quality_plot, cli.time_plot):
+    for plot in (plots.approximation_quality, plots.error_per_time):
         monkeypatch.setattr(plot, "draw", lambda run: [])
 
 

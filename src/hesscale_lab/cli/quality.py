@@ -1,98 +1,35 @@
-"""The ``hesscale`` command: parses, calls a study, prints and writes what comes back. It holds no numbers."""
+"""``hesscale quality``."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-import hesscale
-
-from .coverage import as_markdown
-from .coverage import measure as measure_coverage
-from .plots import approximation_quality as quality_plot
-from .plots import error_per_time as time_plot
-from .runs import OtherRunError, Run, one_thread, open_run
-from .studies import approximation_quality, error_per_time
-from .studies.approximation_quality import STAGES, summarize
-from .tasks.networks import NETWORKS, Size, sources
-
-app = typer.Typer(
-    name="hesscale",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,  # keeps the examples in --help on lines of their own
-    pretty_exceptions_enable=False,
-)
+from ..plots import approximation_quality as quality_plot
+from ..plots import error_per_time as time_plot
+from ..runs import Run, one_thread, open_run
+from ..studies import approximation_quality, error_per_time
+from ..studies.approximation_quality import STAGES, summarize
+from ..tasks.networks import NETWORKS, Size, sources
+from .console import clear_errors, not_below, progress_bar, show
 
 NetworkName = StrEnum("NetworkName", {name: name for name in NETWORKS})  # type: ignore[misc]
 _ROUNDS = {"full": 30, "quick": 5}
 
 
-def _stop(message: str, *, code: int) -> NoReturn:
-    typer.echo(f"hesscale: {message}", err=True)
-    raise typer.Exit(code)
-
-
-@contextmanager
-def _clear_errors(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except OtherRunError as error:
-        _stop(str(error), code=2)
-    except FileNotFoundError as error:
-        _stop(str(error), code=1)
-    except OSError as error:
-        _stop(f"cannot write to {folder}: {error.strerror or error}", code=1)
-    except KeyboardInterrupt:
-        _stop(f"stopped; the same command goes on from what is in {folder}", code=130)
-
-
-def _not_below(least: int) -> Any:
-    def check(option: typer.CallbackParam, value: int | None) -> int | None:
-        if value is not None and value < least:
-            _stop(f"--{option.name} must be at least {least}, not {value}", code=2)
-        return value
-
-    return check
-
-
-def _show_version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"hesscale {hesscale.__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def main(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
-    ] = False,
-) -> None:
-    """Hessian diagonals in one extra backward pass: the paper's experiments.
-
-    \b
-    Example:
-      hesscale quality --quick
-    """
-
-
-@app.command()
 def quality(
     network: Annotated[NetworkName, typer.Option(help="Whose curvature.")] = NetworkName["paper"],
     quick: Annotated[bool, typer.Option("--quick", help="A small version, in under a minute.")] = False,
-    seeds: Annotated[int | None, typer.Option(callback=_not_below(1), help="How many of the authors' seeds.")] = None,
-    examples: Annotated[int | None, typer.Option(callback=_not_below(1), help="Examples per network.")] = None,
+    seeds: Annotated[int | None, typer.Option(callback=not_below(1), help="How many of the authors' seeds.")] = None,
+    examples: Annotated[int | None, typer.Option(callback=not_below(1), help="Examples per network.")] = None,
     updates: Annotated[
-        int | None, typer.Option(callback=_not_below(0), help="Of training, before a second measurement.")
+        int | None, typer.Option(callback=not_below(0), help="Of training, before a second measurement.")
     ] = None,
     data: Annotated[Path | None, typer.Option(help="Folder with MNIST/raw, as torchvision makes it.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the run [default: runs/quality/NETWORK].")] = None,
@@ -112,7 +49,7 @@ def quality(
         row.quick if quick else row.full, **{key: value for key, value in asked.items() if value is not None}
     )
     folder = out or Path("runs") / "quality" / (f"{network.value}-quick" if quick else network.value)
-    with _clear_errors(folder), one_thread():
+    with clear_errors(folder), one_thread():
         run = open_run(folder, _config(network.value, size, _ROUNDS[pace]))
         _measure(run, size, data)
         for stage in STAGES:
@@ -120,25 +57,6 @@ def quality(
         _show_time(run)
         for path in (*quality_plot.draw(run), *time_plot.draw(run)):
             typer.echo(f"wrote {path}")
-
-
-@app.command()
-def coverage(
-    out: Annotated[Path, typer.Option(help="The page to write.")] = Path("docs/coverage.md"),
-) -> None:
-    """List the operations of the installed torch that have a rule, and those that have none, as a page.
-
-    \b
-    Example:
-      hesscale coverage --out docs/coverage.md
-    """
-    try:
-        page = as_markdown(measure_coverage())
-    except ModuleNotFoundError as error:
-        _stop(f"torch's op database needs {error.name}: pip install {error.name}", code=1)
-    with _clear_errors(out):
-        out.write_text(page)
-    typer.echo(f"wrote {out}")
 
 
 def _config(network: str, size: Size, rounds: int) -> dict[str, Any]:
@@ -164,7 +82,7 @@ def _measure(run: Run, size: Size, data: Path | None) -> None:
     if not missing and not untimed:
         return
     training, testing = sources(network, data)
-    with _progress() as progress:
+    with progress_bar() as progress:
         task = progress.add_task("seeds", total=len(config["seeds"]), completed=len(finished))
         for seed in missing:
             run.add(*approximation_quality.measure(network, seed, size=size, training=training, testing=testing))
@@ -175,11 +93,6 @@ def _measure(run: Run, size: Size, data: Path | None) -> None:
             run.add(
                 *error_per_time.measure(network, first, size=size, rounds=rounds, training=training, testing=testing)
             )
-
-
-def _progress() -> Progress:
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    return Progress(*columns, console=Console(stderr=True), transient=True)
 
 
 def _show_quality(run: Run, stage: str) -> None:
@@ -194,7 +107,7 @@ def _show_quality(run: Run, stage: str) -> None:
         caption=f"relative: to {approximation_quality.REFERENCE}'s error   {approximation_quality.ZERO}: estimate 0\n"
         "as coded: |Hv| of one probe, over 50 for MC50, as in the authors' experiment",
     )
-    _print(
+    show(
         table,
         ("method", "mean L1 error", "relative", "lowest … highest seed"),
         [
@@ -217,7 +130,7 @@ def _show_time(run: Run) -> None:
         unit = next(record for record in cell if record["method"] == approximation_quality.REFERENCE)
         headings = ("method", "samples", "ms", "relative time", "relative error")
         title = f"Error per unit of time: {run.config['title']}, {stage}, batch {batch}"
-        _print(Table(title=title), headings, [_time_row(record, unit) for record in cell])
+        show(Table(title=title), headings, [_time_row(record, unit) for record in cell])
 
 
 def _time_row(record: Mapping[str, Any], unit: Mapping[str, Any]) -> tuple[str, ...]:
@@ -231,11 +144,3 @@ def _time_row(record: Mapping[str, Any], unit: Mapping[str, Any]) -> tuple[str, 
         f"{seconds / unit['seconds']:.2f}",
         error,
     )
-
-
-def _print(table: Table, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    for place, heading in enumerate(headings):
-        table.add_column(heading, justify="left" if not place else "right")
-    for row in rows:
-        table.add_row(*row)
-    Console().print(table)

@@ -1,0 +1,62 @@
+"""What all commands share: how they refuse, show progress and print tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from ..runs import OtherRunError
+
+
+def stop(message: str, *, code: int) -> NoReturn:
+    """Ends the command with one line on stderr."""
+    typer.echo(f"hesscale: {message}", err=True)
+    raise typer.Exit(code)
+
+
+@contextmanager
+def clear_errors(folder: Path) -> Iterator[None]:
+    """Whatever can go wrong with a run in this folder ends as one line; nothing that was measured is lost."""
+    try:
+        yield
+    except OtherRunError as error:
+        stop(str(error), code=2)
+    except FileNotFoundError as error:
+        stop(str(error), code=1)
+    except OSError as error:
+        stop(f"cannot write to {folder}: {error.strerror or error}", code=1)
+    except KeyboardInterrupt:
+        stop(f"stopped; the same command goes on from what is in {folder}", code=130)
+
+
+def not_below(least: int) -> Any:
+    """The callback of an option that has a least value."""
+
+    def check(option: typer.CallbackParam, value: int | None) -> int | None:
+        if value is not None and value < least:
+            stop(f"--{option.name} must be at least {least}, not {value}", code=2)
+        return value
+
+    return check
+
+
+def progress_bar() -> Progress:
+    """A bar on stderr that leaves nothing behind."""
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    return Progress(*columns, console=Console(stderr=True), transient=True)
+
+
+def show(table: Table, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Prints a table whose first column is words and whose others are numbers."""
+    for place, heading in enumerate(headings):
+        table.add_column(heading, justify="left" if not place else "right")
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)
