@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from ..graph import Edge, behind, edge_of, trace
+from ..graph import Edge, Graph, behind, edge_of, trace
 from ..rules import RULES
 from ..rules.families import signed
+from .per_example import only_uses
 
 _NO_PARAMETER = (
     "the loss depends on no parameter of this optimizer (sampled curvature cannot see parameters that "
@@ -82,34 +83,43 @@ def sampled_gauss_newton_backward(
     generator: torch.Generator | None = None,
     retain_graph: bool = False,
 ) -> None:
-    """Curvature (Jᵀv)² for one draw v with E[vvᵀ] = ∂²L/∂output²; its expectation is the Gauss-Newton diagonal.
+    """Curvature Σ_n (J_nᵀv_n)² over the examples n, with one draw v_n each; on average the Gauss-Newton diagonal.
 
-    v is a gradient of the loss at a target drawn from the model itself: from the categorical distribution for
-    log-softmax (cross-entropy), a Gaussian for the squared error, a Bernoulli for binary cross-entropy with logits.
-    The loss may be linear in one of these, or in several. J is that of the whole batch: the square is taken of a batch
-    gradient, where BackPACK squares example by example; the expectation is the same, the variance higher.
-    ``output`` only makes sure that the loss was found where it begins.
+    v is a gradient of the loss at a target drawn from the model itself, with E[vvᵀ] = ∂²L/∂output²: drawn from the
+    categorical distribution for log-softmax (cross-entropy), a Gaussian for the squared error, a Bernoulli for binary
+    cross-entropy with logits. The loss may be linear in one of these, or in several; their first dimension is that of
+    the examples. (For logits of shape [N·T, C] these are tokens, and sequences from where tokens of one are mixed.)
+
+    Squares are taken example by example, as BackPACK's DiagGGNMC takes them, for weights and biases of linear layers,
+    convolutions and normalization, embeddings, and parameters that are added or multiplied. All others get the square
+    of the batch's gradient, (Σ_n J_nᵀv_n)², whose expectation is the same and whose variance is higher: parameters used
+    more than once, those of recurrent layers, and all that lie behind an op that mixes examples (batch norm while it
+    trains) or that examples.py does not know. ``output`` only makes sure that the loss was found where it begins.
     """
-    found = [_draw(loss, node, generator) for node in _likelihoods(loss)]
-    if output is not None and edge_of(output)[0] not in behind([edge for edge, _ in found]):
+    graph = trace(edge_of(loss))
+    found = [_draw(loss, node, generator) for node in _likelihoods(graph)]
+    seeds = [edge for edge, _ in found]
+    if output is not None and edge_of(output)[0] not in behind(seeds):
         raise ValueError("output does not lie behind the likelihood that was found in this loss")
+    uses = only_uses(graph, seeds, params)
     pulled = torch.autograd.grad(
-        [GradientEdge(*edge) for edge, _ in found],
-        params,
+        [GradientEdge(*edge) for edge in seeds],
+        [GradientEdge(*(edge_of(p) if use is None else (use.node, 0))) for p, use in zip(params, uses, strict=True)],
         [v for _, v in found],
         retain_graph=True,
         allow_unused=True,
     )
-    pairs = [(p, u) for p, u in zip(params, pulled, strict=True) if u is not None]
-    if not pairs:
+    rows = [(p, use, u) for p, use, u in zip(params, uses, pulled, strict=True) if u is not None]
+    if not rows:
         raise RuntimeError(_NO_PARAMETER)
-    _accumulate([p for p, _ in pairs], [u.square() for _, u in pairs])
+    with torch.no_grad():
+        curvatures = [u.square() if use is None else use.squares(u).to(p.dtype) for p, use, u in rows]
+    _accumulate([p for p, _, _ in rows], curvatures)
     loss.backward(retain_graph=retain_graph)
 
 
-def _likelihoods(loss: Tensor) -> list[Node]:
+def _likelihoods(graph: Graph) -> list[Node]:
     """The nodes of the loss that belong to a known likelihood; all nodes before them must be linear."""
-    graph = trace(edge_of(loss))
     found: list[Node] = []
     reached = {graph.root[0]}
     for node in graph.order:

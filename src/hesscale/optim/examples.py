@@ -1,0 +1,216 @@
+"""Where the examples of a batch lie in every tensor of a graph. Ops keep them apart along the dimensions they share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..graph import Edge, Graph
+from ..rules import RULES
+from ..rules.families import signed
+
+Shape = Sequence[int]
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Element i of a tensor, in row-major order, belongs to example (i // stride) % count.
+
+    In [N, T, d] examples have the stride T·d, in [T, N, d] the stride d, and reshaping a tensor changes nothing.
+    """
+
+    count: int
+    stride: int
+
+    def of_slices(self, shape: Shape, dims: int) -> Examples | None:
+        """The same, or groups of them, such that each has whole slices x[i_1, …, i_dims]; None if there are none."""
+        inside = math.prod(shape[dims:])
+        if not inside or self.stride % inside == 0:
+            return self if inside else None
+        neighbors = self.count * self.stride == math.prod(shape)  # an example's elements lie in one piece
+        return Examples(math.prod(shape[:dims]), inside) if neighbors and inside % self.stride == 0 else None
+
+    def through(self, output: Shape, input: Shape, lead: int, trail: int) -> Examples | None:
+        """Those of an input of an op that works apart along its first ``lead`` and its last ``trail`` dimensions."""
+        last = output[len(output) - trail :]
+        if math.prod(last) % (self.count * self.stride) == 0 and [*last] == [*input[len(input) - trail :]]:
+            return self
+        whole = self.of_slices(output, lead)
+        if whole is None or not math.prod(input) or [*output[:lead]] != [*input[:lead]]:
+            return None
+        return Examples(whole.count, whole.stride // math.prod(output[lead:]) * math.prod(input[lead:]))
+
+    def permuted(self, output: Shape, input: Shape, dims: Sequence[int]) -> Examples | None:
+        """Those of an input whose dimension ``dims[d]`` became dimension d of the output."""
+        for examples in (self, self.of_slices(output, 1)):
+            for d, size in enumerate(output):
+                after = math.prod(output[d + 1 :])
+                if examples is None or not after or examples.stride % after:
+                    continue
+                inside = examples.stride // after
+                if size % (examples.count * inside) == 0:  # all in this one dimension
+                    return Examples(examples.count, inside * math.prod(input[dims[d] + 1 :]))
+        return None
+
+
+Behind = Callable[[Any, Examples, Shape, int, Shape], Examples | None]
+"""(node, examples in an output, shape of it, number of an input, shape of it) → examples in the input."""
+
+
+def follow(graph: Graph, seeds: Iterable[Edge]) -> dict[Edge, Examples | None]:
+    """The examples in all tensors behind the seeds, whose first dimension they are; None where they have been mixed."""
+    found: dict[Edge, Examples | None] = {}
+    for node, nr in seeds:
+        first, size = graph.shapes[node][nr][:1].numel(), graph.shapes[node][nr].numel()
+        found[node, nr] = Examples(first, size // first) if size else None
+    for node in graph.order:
+        outputs = [(found[node, nr], shape) for nr, shape in enumerate(graph.shapes[node]) if (node, nr) in found]
+        for index, edge in enumerate(graph.edges[node]):
+            shape = graph.wanted[node][index]
+            if edge is None or shape is None:
+                continue
+            for examples, output in outputs:
+                own = None if examples is None else _behind(node, examples, output, index, shape)
+                found[edge] = _joined(found[edge], own, shape.numel()) if edge in found else own
+    return found
+
+
+def _joined(first: Examples | None, second: Examples | None, size: int) -> Examples | None:
+    """What two uses of a tensor have in common: the same examples, or the larger groups if those hold the smaller."""
+    if first is None or second is None or first == second:
+        return first if first == second else None
+    few, many = sorted((first, second), key=lambda examples: examples.count)
+    nested = few.count * few.stride == many.count * many.stride == size and few.stride % many.stride == 0
+    return few if nested else None
+
+
+def _behind(node: Any, examples: Examples, output: Shape, index: int, input: Shape) -> Examples | None:
+    name = node.name()
+    if name in _KINDS:
+        return _KINDS[name](node, examples, output, index, input)
+    if name in RULES and RULES[name].pointwise:
+        return _pointwise(node, examples, output, index, input)
+    return None
+
+
+def _reshaped(node: Any, examples: Examples, output: Shape, index: int, input: Shape) -> Examples | None:
+    return examples
+
+
+def _pointwise(node: Any, examples: Examples, output: Shape, index: int, input: Shape) -> Examples | None:
+    padded = [*[1] * (len(output) - len(input)), *input]
+    same = [a == b for a, b in zip(output, padded, strict=True)]
+    if all(same):
+        return examples
+    return examples.through(output, padded, same.index(False), same[::-1].index(False))
+
+
+def _apart(*pairs: tuple[int, int] | None) -> Behind:
+    """Of ops that work apart along the first and the last so many dimensions of each input; None: nothing is known."""
+
+    def behind(node: Any, examples: Examples, output: Shape, index: int, input: Shape) -> Examples | None:
+        pair = pairs[index] if index < len(pairs) else None
+        return None if pair is None else examples.through(output, input, *pair)
+
+    return behind
+
+
+def _along(node: Any, examples: Examples, output: Shape, index: int, input: Shape) -> Examples | None:
+    """Of ops along one dimension or several."""
+    rank = max(len(output), len(input))
+    saved = node._saved_dim
+    dims = [signed(dim) % rank for dim in (saved if isinstance(saved, (tuple, list)) else (saved,))] if rank else []
+    return examples.through(output, input, min(dims), rank - 1 - max(dims)) if dims else None
+
+
+def _inside(node: Any, examples: Examples, output: Shape, index: int, input: Shape) -> Examples | None:
+    """Of norms over the last dimensions."""
+    lead = len(output) - len(node._saved_normalized_shape)
+    return examples.through(output, input, lead, 0) if index == 0 else None
+
+
+def _batch_norm(node: Any, examples: Examples, output: Shape, index: int, input: Shape) -> Examples | None:
+    """With the statistics of the batch every example depends on every other."""
+    return examples if index == 0 and not node._saved_training else None
+
+
+def _permuted(node: Any, examples: Examples, output: Shape, index: int, input: Shape) -> Examples | None:
+    rank = len(output)
+    dims = [*range(rank)]
+    if hasattr(node, "_saved_dims"):
+        dims = [signed(dim) % rank for dim in node._saved_dims]
+    elif hasattr(node, "_saved_dim0"):
+        a, b = signed(node._saved_dim0) % rank, signed(node._saved_dim1) % rank
+        dims[a], dims[b] = dims[b], dims[a]
+    else:
+        dims.reverse()  # t()
+    return examples.permuted(output, input, dims)
+
+
+_FIRST = (1, 0)
+_KINDS: dict[str, Behind] = {
+    **dict.fromkeys(
+        (
+            "ReshapeAliasBackward0",
+            "SqueezeBackward0",
+            "SqueezeBackward1",
+            "SqueezeBackward2",
+            "UnsafeViewBackward0",
+            "UnsqueezeBackward0",
+            "ViewBackward0",
+        ),
+        _reshaped,
+    ),
+    **dict.fromkeys(("PermuteBackward0", "TBackward0", "TransposeBackward0"), _permuted),
+    **dict.fromkeys(("ExpandBackward0", "MaskedFillBackward0"), _pointwise),
+    **dict.fromkeys(
+        (
+            "AmaxBackward0",
+            "CatBackward0",
+            "GluBackward0",
+            "LogSoftmaxBackward0",
+            "LogsumexpBackward0",
+            "MaxBackward0",
+            "MeanBackward1",
+            "SelectBackward0",
+            "SliceBackward0",
+            "SoftmaxBackward0",
+            "SplitBackward0",
+            "SplitWithSizesBackward0",
+            "StackBackward0",
+            "SumBackward1",
+            "UnbindBackward0",
+        ),
+        _along,
+    ),
+    **dict.fromkeys(
+        (
+            "AdaptiveAvgPool2DBackward0",
+            "AdaptiveMaxPool2DBackward0",
+            "AvgPool2DBackward0",
+            "ConvolutionBackward0",
+            "MaxPool2DWithIndicesBackward0",
+            "MaxPool3DWithIndicesBackward0",
+            "NativeGroupNormBackward0",
+            "UpsampleBilinear2DBackward0",
+            "UpsampleNearest2DBackward0",
+        ),
+        _apart(_FIRST),
+    ),
+    **dict.fromkeys(("FusedRmsNormBackward0", "NativeLayerNormBackward0"), _inside),
+    "NativeBatchNormBackward0": _batch_norm,
+    "MmBackward0": _apart(_FIRST, (0, 1)),
+    "AddmmBackward0": _apart(None, _FIRST, (0, 1)),
+    "BmmBackward0": _apart(_FIRST, (1, 1)),
+    "BaddbmmBackward0": _apart(None, _FIRST, (1, 1)),
+    **dict.fromkeys(
+        (
+            "ScaledDotProductEfficientAttentionBackward0",
+            "ScaledDotProductFlashAttentionBackward0",
+            "ScaledDotProductFlashAttentionForCpuBackward0",
+        ),
+        _apart(_FIRST, _FIRST, _FIRST),
+    ),
+}

@@ -1,0 +1,330 @@
+"""AdaGGNMC's curvature is Σ_n (J_nᵀ v_n)²: compared with one backward per example, at the same draws."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import hesscale
+from hesscale.optim import per_example
+
+from .small import random
+
+N = 4
+
+
+class Lambda(nn.Module):
+    def __init__(self, forward: Callable[..., Tensor], *modules: nn.Module, **params: Tensor) -> None:
+        super().__init__()
+        self.function, self.modules_ = forward, nn.ModuleList(modules)
+        for name, value in params.items():
+            self.register_parameter(name, nn.Parameter(value))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self, *self.modules_, x)
+
+
+def squared_error(y: Tensor) -> Tensor:
+    return F.mse_loss(y, torch.zeros_like(y))
+
+
+def squared_error_draw(y: Tensor, generator: torch.Generator) -> Tensor:
+    return torch.randn(y.shape, generator=generator, dtype=y.dtype) * math.sqrt(2 / y.numel())
+
+
+def cross_entropy(y: Tensor) -> Tensor:
+    return F.cross_entropy(y, torch.arange(len(y)) % y.shape[1])
+
+
+def cross_entropy_draw(y: Tensor, generator: torch.Generator) -> Tensor:
+    q = y.softmax(1)
+    drawn = torch.multinomial(q, 1, generator=generator)[:, 0]
+    return (q - F.one_hot(drawn, q.shape[1])) / math.sqrt(len(y))
+
+
+def ours(model: nn.Module, x: Tensor, loss: Callable[[Tensor], Tensor] = squared_error) -> dict[str, Tensor]:
+    model.zero_grad()
+    hesscale.AdaGGNMC(model.parameters()).backward(loss(model(x)), generator=torch.Generator().manual_seed(5))
+    return {name: p.curvature for name, p in model.named_parameters()}
+
+
+def one_by_one(model: nn.Module, x: Tensor, *, groups: int | None = None) -> dict[str, Tensor]:
+    """Σ over groups of examples (every example its own if None) of the group's squared gradient."""
+    y = model(x)
+    draw = squared_error_draw(y, torch.Generator().manual_seed(5)).detach()
+    params = dict(model.named_parameters())
+    found = {name: torch.zeros_like(p) for name, p in params.items()}
+    for rows in torch.arange(len(y)).chunk(groups or len(y)):
+        own = torch.zeros_like(draw).index_copy(0, rows, draw[rows])
+        for name, g in zip(params, torch.autograd.grad(y, [*params.values()], own, retain_graph=True), strict=True):
+            found[name] += g.square()
+    return found
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10 * max(t.abs().max() for t in expected.values()))
+
+
+@dataclass(frozen=True)
+class Case:
+    model: Callable[[], nn.Module]
+    x: Callable[[], Tensor]
+    batch: tuple[str, ...] = ()  # parameters that get the square of the batch's gradient
+
+
+def tokens(*shape: int) -> Tensor:
+    return torch.randint(5, shape, generator=torch.Generator().manual_seed(1))
+
+
+def encoder(batch_first: bool) -> nn.Module:
+    return nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0, batch_first=batch_first)
+
+
+def over_time(module: nn.Module) -> nn.Module:
+    """Examples are the second dimension inside."""
+    return Lambda(lambda self, own, x: own(x.transpose(0, 1)).sum(0), module)
+
+
+CASES = {
+    "mlp": Case(lambda: nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)), lambda: random(N, 3)),
+    "no bias": Case(
+        lambda: nn.Sequential(nn.Linear(3, 5, bias=False), nn.ReLU(), nn.Linear(5, 2, bias=False)),
+        lambda: random(N, 3),
+    ),
+    "one output": Case(lambda: nn.Sequential(nn.Linear(3, 1), nn.Flatten(0)), lambda: random(N, 3)),
+    "conv2d": Case(
+        lambda: nn.Sequential(
+            nn.Conv2d(2, 4, 3, stride=2, padding=1), nn.Tanh(), nn.Conv2d(4, 6, (2, 1), groups=2, dilation=2)
+        ),
+        lambda: random(N, 2, 7, 6),
+    ),
+    "cnn": Case(
+        lambda: nn.Sequential(
+            nn.Conv2d(1, 2, 3, padding=1), nn.GELU(), nn.MaxPool2d(2), nn.Dropout(0.0), nn.Flatten(), nn.Linear(8, 2)
+        ),
+        lambda: random(N, 1, 4, 4),
+    ),
+    "average pooling": Case(
+        lambda: nn.Sequential(nn.Conv2d(1, 2, 3), nn.ELU(), nn.AvgPool2d(2), nn.AdaptiveAvgPool2d(1), nn.Flatten()),
+        lambda: random(N, 1, 6, 6),
+    ),
+    "conv1d": Case(
+        lambda: nn.Sequential(nn.Conv1d(2, 3, 3, bias=False), nn.Tanh(), nn.Conv1d(3, 2, 2)), lambda: random(N, 2, 6)
+    ),
+    "conv3d": Case(lambda: nn.Conv3d(2, 2, 2), lambda: random(N, 2, 3, 3, 3)),
+    "transposed": Case(
+        lambda: nn.Sequential(nn.ConvTranspose2d(2, 4, 3, stride=2, output_padding=1, groups=2), nn.Tanh()),
+        lambda: random(N, 2, 3, 3),
+    ),
+    "frames": Case(
+        lambda: Lambda(lambda self, conv, x: conv(x.flatten(0, 1)).reshape(N, -1), nn.Conv2d(1, 2, 2)),
+        lambda: random(N, 3, 1, 3, 3),
+    ),
+    "sequence": Case(
+        lambda: nn.Sequential(nn.Linear(3, 5), nn.LayerNorm(5), nn.Tanh(), nn.Linear(5, 2)), lambda: random(N, 3, 3)
+    ),
+    "sequence as long as the batch": Case(
+        lambda: over_time(nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))), lambda: random(N, N, 3)
+    ),
+    "encoder": Case(lambda: encoder(True), lambda: random(N, N, 4)),
+    "encoder over time": Case(lambda: over_time(encoder(False)), lambda: random(N, 3, 4)),
+    "attention": Case(
+        lambda: Lambda(lambda self, own, x: own(x, x, x)[0], nn.MultiheadAttention(4, 2, batch_first=True)),
+        lambda: random(N, 3, 4),
+    ),
+    "norms": Case(
+        lambda: nn.Sequential(
+            nn.Conv2d(1, 4, 2), nn.GroupNorm(2, 4), nn.BatchNorm2d(4).eval(), nn.LayerNorm([4, 2, 3]), nn.RMSNorm(3)
+        ),
+        lambda: random(N, 1, 3, 4),
+    ),
+    "batch norm": Case(
+        lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2)),
+        lambda: random(N, 3),
+        batch=("0.weight", "0.bias"),
+    ),
+    "embedding": Case(lambda: nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 2)), lambda: tokens(N, 6)),
+    "padded embedding": Case(
+        lambda: nn.Sequential(nn.Embedding(5, 3, padding_idx=2, scale_grad_by_freq=True), nn.Flatten()),
+        lambda: tokens(N, 6),
+    ),
+    "used directly": Case(
+        lambda: Lambda(
+            lambda self, x: x * self.scale - self.offset + torch.cat([self.token.expand(N, -1, -1), x[:, 1:]], 1),
+            scale=random(3, 1),
+            offset=random(2),
+            token=random(1, 1, 2),
+        ),
+        lambda: random(N, 3, 2),
+    ),
+    "prelu": Case(lambda: nn.Sequential(nn.PReLU(3), nn.Conv1d(3, 2, 2), nn.PReLU()), lambda: random(N, 3, 4)),
+    "a slice": Case(lambda: Lambda(lambda self, x: x + self.table[:3], table=random(5, 2)), lambda: random(N, 3, 2)),
+    "left factor": Case(
+        lambda: Lambda(lambda self, own, x: (self.left @ own(x).t()).t(), nn.Linear(3, 4), left=random(2, 4)),
+        lambda: random(N, 3),
+        batch=("left",),
+    ),
+    "shared": Case(
+        lambda: Lambda(
+            lambda self, first, second, x: second(second(first(x)).tanh()), nn.Linear(3, 2), nn.Linear(2, 2)
+        ),
+        lambda: random(N, 3),
+        batch=("modules_.1.weight", "modules_.1.bias"),
+    ),
+    # as many rows as examples, but these rows are no examples
+    "product of weights": Case(
+        lambda: Lambda(lambda self, x: x @ (self.a @ self.b), a=random(N, N), b=random(N, N)),
+        lambda: random(N, N),
+        batch=("a", "b"),
+    ),
+    "mixed rows": Case(
+        lambda: Lambda(lambda self, own, x: random(N, N) @ own(x).tanh(), nn.Linear(3, 2)),
+        lambda: random(N, 3),
+        batch=("modules_.0.weight", "modules_.0.bias"),
+    ),
+    "unknown op": Case(
+        lambda: Lambda(lambda self, own, x: own(x).roll(1, 0), nn.Linear(3, 2)),
+        lambda: random(N, 3),
+        batch=("modules_.0.weight", "modules_.0.bias"),
+    ),
+    "recurrent": Case(
+        lambda: Lambda(lambda self, cell, head, x: head(cell(x)[0]), nn.GRU(3, 3, batch_first=True), nn.Linear(3, 2)),
+        lambda: random(N, 3, 3),
+        batch=tuple(f"modules_.0.{name}_l0" for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")),
+    ),
+}
+
+
+def made(name: str) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    model = CASES[name].model().double()
+    for seed, p in enumerate(model.parameters()):
+        p.data.copy_(0.7 * random(*p.shape, seed=seed))
+    return model, CASES[name].x()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_squares_are_summed_example_by_example(name: str) -> None:
+    model, x = made(name)
+    expected = one_by_one(model, x)
+    batch = one_by_one(model, x, groups=1)
+    assert_same(ours(model, x), expected | {name: batch[name] for name in CASES[name].batch})
+
+
+@pytest.mark.parametrize("name", ["conv2d", "transposed", "sequence"])
+def test_gradients_of_examples_are_made_in_parts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(per_example, "_ELEMENTS", 50)
+    model, x = made(name)
+    assert_same(ours(model, x), one_by_one(model, x))
+
+
+def test_classes_are_drawn_once_per_example() -> None:
+    model, x = made("mlp")
+    y = model(x)
+    draw = cross_entropy_draw(y, torch.Generator().manual_seed(5)).detach()
+    expected = {}
+    for name, p in model.named_parameters():
+        rows = [torch.autograd.grad(y[n], p, draw[n], retain_graph=True)[0] for n in range(N)]
+        expected[name] = torch.stack(rows).square().sum(0)
+    assert_same(ours(model, x, cross_entropy), expected)
+
+
+def test_tokens_are_examples_until_attention_mixes_them() -> None:
+    """Then sequences are; already at its last layer, since it works on tokens in another order."""
+
+    def forward(self: nn.Module, table: nn.Module, layer: nn.Module, head: nn.Module, x: Tensor) -> Tensor:
+        return head(layer(table(x))).flatten(0, 1)
+
+    torch.manual_seed(0)
+    model = Lambda(forward, nn.Embedding(5, 4), encoder(True), nn.Linear(4, 3)).double()
+    x = tokens(N, 3)
+    apart, sequences = one_by_one(model, x), one_by_one(model, x, groups=N)
+    after = ("modules_.2", "modules_.1.linear", "modules_.1.norm")
+    assert_same(ours(model, x), {n: (apart if n.startswith(after) else sequences)[n] for n in apart})
+
+
+def test_two_heads_share_their_examples() -> None:
+    model, x = made("mlp")
+
+    def loss(y: Tensor) -> Tensor:
+        return squared_error(y[:, :1]) / 2 + squared_error(y[:, 1:]) / 2
+
+    found = ours(model, x, loss)
+    y = model(x)
+    generator = torch.Generator().manual_seed(5)
+    halves = [squared_error_draw(half, generator) / math.sqrt(2) for half in (y[:, :1], y[:, 1:])]
+    for draws in (halves, halves[::-1]):  # whichever head was drawn for first
+        draw = torch.cat(draws, 1).detach()
+        rows = [torch.autograd.grad(y[n], model[0].weight, draw[n], retain_graph=True)[0] for n in range(N)]
+        if torch.allclose(torch.stack(rows).square().sum(0), found["0.weight"], rtol=1e-10):
+            return
+    pytest.fail("neither order of draws gives this curvature")
+
+
+def test_checkpoints_may_be_read() -> None:
+    model, x = made("mlp")
+    again = Lambda(lambda self, own, x: checkpoint(own, x, use_reentrant=False), model)
+    plain = ours(model, x)
+    assert_same(ours(again, x), {f"modules_.0.{name}": t for name, t in plain.items()})
+
+
+def test_half_precision_is_squared_in_single() -> None:
+    model, x = made("mlp")
+    model, x = model.float(), x.float()
+    plain = ours(model, x)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = ours(model, x)
+    for name, curvature in found.items():
+        assert curvature.dtype is torch.float32
+        torch.testing.assert_close(curvature, plain[name], rtol=0.05, atol=0.05 * float(plain[name].max()))
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn"])
+def test_the_expectation_is_the_exact_diagonal(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that can be drawn, each weighted by its probability."""
+    model, x = made(name)
+    q = model(x).softmax(1).detach()
+    total = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    for classes in itertools.product(range(2), repeat=N):
+        drawn = torch.tensor(classes).unsqueeze(1)
+        monkeypatch.setattr(torch, "multinomial", lambda *_, drawn=drawn, **__: drawn)
+        for name, curvature in ours(model, x, cross_entropy).items():
+            total[name] += q.gather(1, drawn).prod() * curvature
+    exact = hesscale.estimate("ggn", model, nn.CrossEntropyLoss(), (x, torch.arange(N) % 2))
+    assert_same(total, {name: exact[name] for name in total})
+
+
+def draws_of(model: nn.Module, x: Tensor, count: int) -> Tensor:
+    optimizer = hesscale.AdaGGNMC(model.parameters())
+    generator = torch.Generator().manual_seed(0)
+    rows = []
+    for _ in range(count):
+        optimizer.zero_grad()
+        optimizer.backward(cross_entropy(model(x)), generator=generator)
+        rows.append(torch.cat([p.curvature.flatten() for p in model.parameters()]))
+    return torch.stack(rows)
+
+
+@pytest.mark.filterwarnings("ignore")  # BackPACK hooks modules in a way that torch has announced to end
+def test_mean_and_spread_are_those_of_backpack() -> None:
+    backpack, extensions = (pytest.importorskip(name) for name in ("backpack", "backpack.extensions"))
+    model, x = made("mlp")
+    rows = draws_of(model, x, 200)
+    extended, loss = backpack.extend(model), backpack.extend(nn.CrossEntropyLoss())
+    theirs = []
+    torch.manual_seed(0)
+    for _ in range(200):
+        with backpack.backpack(extensions.DiagGGNMC()):
+            loss(extended(x), torch.arange(N) % 2).backward()
+        theirs.append(torch.cat([p.diag_ggn_mc.flatten() for p in model.parameters()]))
+    others = torch.stack(theirs)
+    assert (rows.mean(0) - others.mean(0)).norm() < 0.1 * others.mean(0).norm()
+    assert abs(rows.var(0).sum() / others.var(0).sum() - 1) < 0.2  # the square of a batch gradient: several times that
