@@ -20,6 +20,7 @@ from .updates import Slot, directions_by_foreach, update_by_foreach
 WIDTH = 8
 """More would save calls and cost compilation, which takes some tenths of a second for each."""
 
+_NUMBERS = 7  # that a kernel is told of each parameter
 _NO_COMPILER = (
     "fused=True needs a compiler for torch.compile, which failed here ({reason}): falling back to foreach, "
     "which makes the same steps more slowly"
@@ -102,7 +103,7 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def _coefficients(slots: Sequence[Slot], variant: Variant) -> Tensor:
-    """One row of numbers per parameter, [WIDTH, 8]."""
+    """One row of numbers per parameter, [WIDTH, _NUMBERS]."""
     rows = [_row(slot) for slot in slots]
     rows += [rows[0]] * (WIDTH - len(rows))
     dtype = torch.promote_types(variant.dtype, torch.float32)
@@ -114,10 +115,15 @@ def _coefficients(slots: Sequence[Slot], variant: Variant) -> Tensor:
 
 
 def _row(slot: Slot) -> tuple[Any, ...]:
-    formula = slot.formula
+    """The correction of c is moved to the step size and to eps, which leaves one division per element:
+
+    m·a / (c/k + eps)  =  m·ak / (c + eps·k)        m·a / √(c²/k² + eps)  =  m·ak / √(c² + eps·k²)
+    """
+    formula, k = slot.formula, slot.correction
     sign = -1.0 if formula.maximize else 1.0
     weights = (1 - formula.beta1, formula.beta2, 1 - formula.beta2)
-    return slot.decay, sign, *weights, slot.step_size, slot.correction, formula.eps
+    eps = formula.eps * (k * k if formula.eps_inside_root else k)
+    return slot.decay, sign, *weights, slot.step_size * k, eps
 
 
 @functools.cache
@@ -128,7 +134,7 @@ def _kernel(variant: Variant) -> Kernel | None:
     kernel: Kernel = torch.compile(formula, dynamic=True, fullgraph=True)
     dtype = torch.promote_types(variant.dtype, torch.float32)
     try:
-        kernel(_made_up(variant), torch.ones(WIDTH, 8, dtype=dtype, device=variant.device), variant)
+        kernel(_made_up(variant), torch.ones(WIDTH, _NUMBERS, dtype=dtype, device=variant.device), variant)
     except Exception as error:  # whatever stops the compiler, the formula can do without it
         _warn_once(type(error).__name__)
         return None
@@ -153,13 +159,13 @@ def _made_up(variant: Variant) -> list[Vectors]:
 def _formula(vectors: Sequence[Vectors], coefficients: Tensor, variant: Variant) -> list[Tensor]:
     found = []
     for (p, g, h, m, v), row in zip(vectors, coefficients.unbind(), strict=True):
-        decay, sign, weight1, beta2, weight2, step_size, correction, eps = row.unbind()
+        decay, sign, weight1, beta2, weight2, step_size, eps = row.unbind()
         m.copy_(m + (sign * g - m) * weight1)
         if h is not None:
             new = {"rms": h * h, "mean_abs": h.abs(), "mean": h}[variant.scale]
             v.copy_(v * beta2 + new * weight2)
         c = v.sqrt() if variant.scale == "rms" else v.abs()
-        c = torch.where(c > 0, c, math.inf) / correction
+        c = torch.where(c > 0, c, math.inf)
         u = step_size * m / ((c * c + eps).sqrt() if variant.eps_inside_root else c + eps)
         if variant.moving:
             p.copy_(p * decay - u)
