@@ -155,5 +155,5 @@ def _arm(
     if not all(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in outputs):
         raise ValueError("output must be a tensor (or several) of the loss's graph")
     seeded = curvature is not None
-    plan = make_plan(y, way, outputs=outputs, seeded=seeded, targets=targets, fallback=fallback)
-    return Walk(plan, curvature)
+    plan, graph = make_plan(y, way, outputs=outputs, seeded=seeded, targets=targets, fallback=fallback)
+    return Walk(plan, graph, curvature)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,12 @@ from torch.autograd.graph import Node
 
 Edge = tuple[Node, int]
 """A tensor of the graph: the node that made it and which of the node's outputs it is."""
+
+Link = tuple[int, int]
+"""An edge by the place of its node in ``Graph.nodes``."""
+
+Row = tuple[str, type, tuple[Link | None, ...], tuple[tuple[tuple[int, ...], torch.dtype, torch.device], ...]]
+"""All there is to know of a node without the node: name, class, inputs, and shape, dtype and device of each output."""
 
 LEAF = "torch::autograd::AccumulateGrad"
 
@@ -25,15 +31,32 @@ _COMPLEX = "hesscale works on real tensors only, and this graph holds a complex 
 
 @dataclass(frozen=True)
 class Graph:
-    """What lies between one tensor and the tensors whose curvature is wanted."""
+    """Everything behind one tensor. The rows repeat from pass to pass of a model, the nodes are new each time."""
 
-    root: Edge
-    order: tuple[Node, ...]  # each node after all nodes that consume its output
-    shapes: dict[Node, tuple[torch.Size, ...]]  # of a node's outputs
-    dtypes: dict[Node, tuple[torch.dtype, ...]]  # of a node's outputs
-    edges: dict[Node, tuple[Edge | None, ...]]  # inputs of a node; None where nothing wanted lies behind
-    wanted: dict[Node, tuple[torch.Size | None, ...]]  # shapes of those inputs
-    consumers: dict[Node, int]  # how many edges lead to a node
+    nodes: tuple[Node, ...]  # by place; the root's is 0
+    rows: tuple[Row, ...]
+    places: Mapping[Node, int]
+
+    def link(self, edge: Edge) -> Link:
+        """The edge by place; KeyError if it is not part of this graph."""
+        return self.places[edge[0]], edge[1]
+
+    def edge(self, link: Link) -> Edge:
+        """The edge by node."""
+        return self.nodes[link[0]], link[1]
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """What lies between one tensor and the tensors whose curvature is wanted, by place."""
+
+    names: tuple[str, ...]
+    order: tuple[int, ...]  # each place after all places that consume its output
+    shapes: tuple[tuple[torch.Size, ...], ...]  # of a node's outputs
+    dtypes: tuple[tuple[torch.dtype, ...], ...]  # of a node's outputs
+    edges: tuple[tuple[Link | None, ...], ...]  # inputs of a node; None where nothing wanted lies behind
+    wanted: tuple[tuple[torch.Size | None, ...], ...]  # shapes of those inputs
+    consumers: tuple[int, ...]  # how many edges lead to a node
 
 
 def edge_of(tensor: Tensor) -> Edge:
@@ -42,77 +65,76 @@ def edge_of(tensor: Tensor) -> Edge:
     return edge.node, edge.output_nr
 
 
-def trace(root: Edge, targets: Sequence[Edge] | None = None) -> Graph:
-    """The graph from ``root`` to ``targets`` (to all leaves if None), in an order fit for one sweep."""
-    inputs, arriving = _discover(root[0])
-    order = _consumers_first(root[0], inputs, arriving)
-    useful = _leading_to(targets, order, inputs) if targets is not None else None
-    outputs = {node: _outputs(node) for node in order}
-    shapes = {node: tuple(torch.Size(output.shape) for output in outputs[node]) for node in order}
-    dtypes = {node: tuple(output.dtype for output in outputs[node]) for node in order}
-    edges: dict[Node, tuple[Edge | None, ...]] = {}
-    wanted: dict[Node, tuple[torch.Size | None, ...]] = {}
-    for node in order:
-        kept = tuple(
-            (child, nr) if child is not None and (useful is None or (child, nr) in useful) else None
-            for child, nr in inputs[node]
-        )
-        edges[node] = kept
-        wanted[node] = tuple(None if edge is None else shapes[edge[0]][edge[1]] for edge in kept)
-    kept_order = tuple(order) if useful is None else tuple(node for node in order if any(edges[node]))
-    return Graph(root, kept_order, shapes, dtypes, edges, wanted, arriving)
-
-
-def _discover(root: Node) -> tuple[dict[Node, Any], dict[Node, int]]:
-    inputs: dict[Node, Any] = {}
-    arriving = {root: 0}
-    stack = [root]
-    while stack:
-        node = stack.pop()
-        inputs[node] = node.next_functions
-        for child, _ in inputs[node]:
+def trace(root: Node) -> Graph:
+    """The whole graph behind ``root``."""
+    places = {root: 0}
+    nodes: list[Any] = [root]
+    rows: list[Row] = []
+    for node in nodes:  # grows while it is read
+        inputs: list[Link | None] = []
+        for child, nr in node.next_functions:
             if child is None:
+                inputs.append(None)
                 continue
-            if child not in arriving:
-                arriving[child] = 0
-                stack.append(child)
-            arriving[child] += 1
-    return inputs, arriving
+            place = places.get(child)
+            if place is None:
+                place = places[child] = len(nodes)
+                nodes.append(child)
+            inputs.append((place, nr))
+        name = node.name()
+        outputs = (leaf_of(node),) if name == LEAF else node._input_metadata
+        rows.append((name, type(node), tuple(inputs), tuple((tuple(o.shape), o.dtype, o.device) for o in outputs)))
+    return Graph(tuple(nodes), tuple(rows), places)
 
 
-def _consumers_first(root: Node, inputs: dict[Node, Any], arriving: dict[Node, int]) -> list[Node]:
-    waiting = dict(arriving)
-    ready = [root]
-    order = []
+def wire(rows: Sequence[Row], targets: Sequence[Link] | None = None) -> Wiring:
+    """The graph from its root to ``targets`` (to all leaves if None), in an order fit for one sweep."""
+    for name, _, _, outputs in rows:
+        if any(dtype.is_complex for _, dtype, _ in outputs):
+            raise TypeError(_COMPLEX.format(name="a leaf" if name == LEAF else name))
+    inputs = [row[2] for row in rows]
+    consumers = [0] * len(rows)
+    for link in (link for links in inputs for link in links if link is not None):
+        consumers[link[0]] += 1
+    order = _consumers_first(inputs, consumers)
+    useful = None if targets is None else _leading_to(targets, order, inputs)
+    shapes = tuple(tuple(torch.Size(shape) for shape, _, _ in row[3]) for row in rows)
+    edges = tuple(tuple(link if useful is None or link in useful else None for link in links) for links in inputs)
+    wanted = tuple(tuple(None if link is None else shapes[link[0]][link[1]] for link in links) for links in edges)
+    return Wiring(
+        names=tuple(row[0] for row in rows),
+        order=tuple(place for place in order if useful is None or any(edges[place])),
+        shapes=shapes,
+        dtypes=tuple(tuple(dtype for _, dtype, _ in row[3]) for row in rows),
+        edges=edges,
+        wanted=wanted,
+        consumers=tuple(consumers),
+    )
+
+
+def _consumers_first(inputs: Sequence[Sequence[Link | None]], consumers: Sequence[int]) -> list[int]:
+    waiting = list(consumers)
+    ready, order = [0], []
     while ready:
-        node = ready.pop()
-        order.append(node)
-        for child, _ in inputs[node]:
-            if child is not None:
-                waiting[child] -= 1
-                if not waiting[child]:
-                    ready.append(child)
+        place = ready.pop()
+        order.append(place)
+        for link in inputs[place]:
+            if link is not None:
+                waiting[link[0]] -= 1
+                if not waiting[link[0]]:
+                    ready.append(link[0])
     return order
 
 
-def _leading_to(targets: Iterable[Edge], order: list[Node], inputs: dict[Node, Any]) -> set[Edge]:
+def _leading_to(targets: Iterable[Link], order: Sequence[int], inputs: Sequence[Sequence[Link | None]]) -> set[Link]:
     """All edges that are a target or have one behind them."""
     useful = set(targets)
-    working: set[Node] = set()
-    for node in reversed(order):
-        if any(child is not None and ((child, nr) in useful or child in working) for child, nr in inputs[node]):
-            working.add(node)
-    useful.update((child, nr) for node in order for child, nr in inputs[node] if child in working)
+    working: set[int] = set()
+    for place in reversed(order):
+        if any(link is not None and (link in useful or link[0] in working) for link in inputs[place]):
+            working.add(place)
+    useful.update(link for links in inputs for link in links if link is not None and link[0] in working)
     return useful
-
-
-def _outputs(node: Any) -> Sequence[Any]:
-    """Something with the shape and dtype of each output of a node."""
-    outputs = (leaf_of(node),) if node.name() == LEAF else node._input_metadata
-    for output in outputs:
-        if output.dtype.is_complex:
-            raise TypeError(_COMPLEX.format(name="a leaf" if node.name() == LEAF else node.name()))
-    return outputs
 
 
 def leaf_of(node: Any) -> Tensor:
@@ -133,22 +155,29 @@ def behind(edges: Iterable[Edge]) -> set[Node]:
     return found
 
 
-def prepare_saved(graph: Graph) -> None:
+def prepare_saved(nodes: Iterable[Node]) -> bool:
     """Raises if a node's saved tensors are gone, and lets checkpointed ones be read by a rule and by torch.
 
-    Looks without unpacking, which might recompute a checkpoint.
+    Returns whether all of them can be read at any time: checkpoints and offloading bring a tensor back when torch
+    comes to it, sharded training fills an empty one. Looks without unpacking, which might recompute a checkpoint.
     """
-    for node in graph.order:
+    at_any_time = True
+    for node in nodes:
         for name in _saved_names(type(node)):
             try:
                 raw = getattr(node, name)
                 for packed in raw if isinstance(raw, (tuple, list)) else (raw,):
-                    if packed.data is None:
+                    data = packed.data
+                    if data is None:
                         getattr(node, name.replace("_raw", "", 1))  # None if it was not needed, raises if it was freed
-                    elif not isinstance(packed.data, Tensor):
-                        _allow_second_reading(packed.data)
+                    elif not isinstance(data, Tensor):
+                        _allow_second_reading(data)
+                        at_any_time = False
+                    elif at_any_time and data.layout is torch.strided and not data.untyped_storage().nbytes():
+                        at_any_time = not data.numel()
             except RuntimeError:
                 raise RuntimeError(_FREED) from None
+    return at_any_time
 
 
 @functools.cache
@@ -188,3 +217,11 @@ def running_backward() -> int:
 def running_backward_frees() -> bool:
     """Whether the running backward pass frees the graph behind itself (no retain_graph)."""
     return not torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def running_backward_accumulates(leaf: Node) -> bool:
+    """Whether the running backward pass is going to write the ``.grad`` of this leaf."""
+    try:
+        return bool(torch._C._will_engine_execute_node(leaf))
+    except RuntimeError:  # torch.autograd.grad does not say, and writes no .grad
+        return False

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from .graph import LEAF, edge_of, trace
+from .graph import LEAF, edge_of, trace, wire
 from .plan import method_named
 from .regions import find_regions
 
@@ -37,20 +37,16 @@ def check(loss: Tensor, *, method: str = "hesscale") -> Report:
     table = method_named(method).rules
     if not isinstance(loss, Tensor) or not loss.requires_grad:
         raise RuntimeError("there is no graph to look at: the loss does not require grad")
-    graph = trace(edge_of(loss))
+    rows = trace(edge_of(loss)[0]).rows
+    wiring = wire(rows)
     kinds: dict[str, Counter[str]] = {"exact": Counter(), "approximated": Counter(), "missing": Counter()}
-    rules = {}
-    for node in graph.order:
-        name = node.name()
-        rule = table.find(name, getattr(type(node), "_forward_cls", None))
-        if name == LEAF:
-            continue
-        if rule is not None:
-            rules[node] = rule
-        kinds["missing" if rule is None else "exact" if rule.exact else "approximated"][name] += 1
-    regions = find_regions(graph, rules, frozenset())
-    inside = {node for region in regions.values() for edge in region.sources for node in (edge[0], *region.nodes)}
-    several = (node for node in graph.order if graph.consumers[node] > 1 and len(graph.shapes[node]) == 1)
-    shared = sum(node not in inside for node in several)
+    rules = [table.find(name, getattr(kind, "_forward_cls", None)) for name, kind, _, _ in rows]
+    for name, rule in zip(wiring.names, rules, strict=True):
+        if name != LEAF:
+            kinds["missing" if rule is None else "exact" if rule.exact else "approximated"][name] += 1
+    regions = find_regions(wiring, rules, frozenset())
+    inside = {place for region in regions.values() for link in region.sources for place in (link[0], *region.places)}
+    several = (place for place in wiring.order if wiring.consumers[place] > 1 and len(wiring.shapes[place]) == 1)
+    shared = sum(place not in inside for place in several)
     exact, approximated, missing = (dict(sorted(kinds[kind].items())) for kind in kinds)
     return Report(exact, approximated, missing, shared=shared, regions=len(regions))

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node
 
 from .errors import OPAQUE, MissingRuleError
-from .graph import LEAF, Edge, Graph, behind, edge_of, prepare_saved, trace
-from .regions import Region, find_regions
+from .graph import LEAF, Edge, Graph, Link, Row, Wiring, edge_of, trace, wire
+from .regions import Region, Rules, find_regions
 from .rules import BL89, RULES
+from .rules.calculus import LOW_PRECISION
 from .rules.families import Rule
 from .rules.table import RuleTable
 
@@ -41,16 +42,33 @@ def method_named(name: str) -> Method:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """The nodes to visit and what to do at each."""
+class Question:
+    """What is asked of a graph, beside its rows."""
 
     method: Method
-    graph: Graph
-    visits: tuple[Node, ...]  # the root first; nodes inside a region are left out
-    rules: dict[Node, Rule]
-    loss: frozenset[Node]  # nodes that are handed g, and with it their residual
-    regions: dict[Node, Region]
-    targets: frozenset[Edge]  # edges whose curvature is kept to the end of the pass
+    rules: int  # how many the method's table had
+    start: Link
+    seeded: bool
+    borders: tuple[Link, ...]  # where the network ends and the loss begins, if the user says so
+    targets: tuple[Link, ...] | None  # None: all leaves
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The places to visit and what to do at each. It holds no node, so that the next pass can use it again."""
+
+    method: Method
+    start: Link
+    wiring: Wiring
+    rules: Rules
+    visits: tuple[int, ...]  # the root first; places inside a region are left out
+    direct: frozenset[int]  # places that need not wait for torch to come to them: their curvature is all they need
+    loss: frozenset[int]  # nodes that are handed g, and with it their residual
+    regions: dict[int, Region]
+    targets: frozenset[Link]  # edges whose curvature is kept to the end of the pass
+    dtypes: tuple[tuple[torch.dtype, ...], ...]  # of curvature: as torch has gradients, but half precision in single
+    half: frozenset[int]  # nodes that work in half precision
+    owner: int | None  # the first leaf: a workspace lives as long as it
 
 
 def make_plan(
@@ -61,53 +79,112 @@ def make_plan(
     seeded: bool = False,
     targets: Sequence[Edge] | None = None,
     fallback: Rule | None = None,
-) -> Plan:
-    """The plan of a pass from ``y`` to ``targets`` (all leaves if None); raises if the pass cannot be made.
+) -> tuple[Plan, Graph]:
+    """The graph of ``y``, and the plan of a pass from there to ``targets`` (all leaves if None); raises without one.
 
     ``seeded``: curvature arrives at ``y`` from outside, so that for Gauss-Newton the loss lies before ``y``.
     ``fallback`` is the rule of operations that have none.
     """
-    graph = trace(edge_of(y), targets)
-    rules = look_up(graph, method.rules, fallback)
-    prepare_saved(graph)
+    root, nr = edge_of(y)
+    graph = trace(root)
     borders = [edge_of(tensor) for tensor in outputs]
-    if any(node not in graph.edges for node, _ in borders):
+    if any(node not in graph.places for node, _ in borders):
         raise ValueError("output is not part of the loss's graph: pass the very tensor the loss was computed from")
-    loss = frozenset(graph.order)
+    question = Question(
+        method=method,
+        rules=len(method.rules),
+        start=(0, nr),
+        seeded=seeded,
+        borders=tuple(map(graph.link, borders)),
+        targets=None if targets is None else tuple(graph.link(edge) for edge in targets if edge[0] in graph.places),
+    )
+    return (_plan(graph.rows, question) if fallback is None else _new_plan(graph.rows, question, fallback)), graph
+
+
+def _new_plan(rows: tuple[Row, ...], question: Question, fallback: Rule | None = None) -> Plan:
+    method, targets = question.method, frozenset(question.targets or ())
+    wiring = wire(rows, question.targets)
+    rules = look_up(rows, wiring.order, method.rules, fallback)
+    loss = frozenset(wiring.order)
     if method.gauss_newton:
-        loss -= behind(borders) if borders else _behind_nonlinear(graph, rules, seeded)
-    regions = find_regions(graph, rules, frozenset(borders if method.gauss_newton else ()))
-    inside = {node for region in regions.values() for node in region.nodes[1:]}
-    visits = tuple(node for node in graph.order if node not in inside)
-    return Plan(method, graph, visits, rules, loss, regions, frozenset(targets or ()))
+        loss -= _behind(question.borders, rows) if question.borders else _behind_nonlinear(wiring, rules, question)
+    regions = find_regions(wiring, rules, frozenset(question.borders if method.gauss_newton else ()))
+    inside = {place for region in regions.values() for place in region.places[1:]}
+    visits = tuple(place for place in wiring.order if place not in inside)
+    return Plan(
+        method=method,
+        start=question.start,
+        wiring=wiring,
+        rules=rules,
+        visits=visits,
+        direct=_direct(rows, wiring, rules, loss) - inside - regions.keys(),
+        loss=loss,
+        regions=regions,
+        targets=targets,
+        dtypes=tuple(tuple(_of_curvature(dtype) for dtype in dtypes) for dtypes in wiring.dtypes),
+        half=frozenset(place for place in visits if wiring.dtypes[place][0] in LOW_PRECISION),
+        owner=next((place for place in visits if rules[place] is None), None),
+    )
 
 
-def look_up(graph: Graph, table: RuleTable, fallback: Rule | None = None) -> dict[Node, Rule]:
-    """The rule of every node; raises one error that lists all that are missing."""
-    rules: dict[Node, Rule] = {}
+# planning costs more than a small network's arithmetic, and graphs repeat from step to step
+_plan = functools.lru_cache(maxsize=16)(_new_plan)
+
+
+def look_up(rows: Sequence[Row], order: Sequence[int], table: RuleTable, fallback: Rule | None = None) -> Rules:
+    """The rule of every place; raises one error that lists all that are missing."""
+    rules: list[Rule | None] = [None] * len(rows)
     missing: Counter[str] = Counter()
-    for node in graph.order:
-        name = node.name()
-        rule = table.find(name, getattr(type(node), "_forward_cls", None))
+    for place in order:
+        name, kind, _, _ = rows[place]
+        rule = table.find(name, getattr(kind, "_forward_cls", None))
         if rule is None and name != LEAF and name not in OPAQUE:
             rule = fallback
-        if rule is not None:
-            rules[node] = rule
-        elif name != LEAF:
+        if rule is None and name != LEAF:
             missing[name] += 1
+        rules[place] = rule
     if missing:
         raise MissingRuleError(missing)
-    return rules
+    return tuple(rules)
 
 
-def _behind_nonlinear(graph: Graph, rules: dict[Node, Rule], seeded: bool) -> set[Node]:
+def _of_curvature(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in LOW_PRECISION else dtype
+
+
+def _direct(rows: Sequence[Row], wiring: Wiring, rules: Rules, loss: frozenset[int]) -> frozenset[int]:
+    """Places with one consumer and no use for g. Not on several devices: there torch's own order is the safe one."""
+    if len({device for place in wiring.order for _, _, device in rows[place][3]}) > 1:
+        return frozenset()
+    alone = (place for place in wiring.order[1:] if wiring.consumers[place] == 1)
+    return frozenset(place for place in alone if place not in loss or not _needs_gradient(rules[place]))
+
+
+def _needs_gradient(rule: Rule | None) -> bool:
+    return rule is not None and rule.needs_gradient
+
+
+def _behind(borders: Sequence[Link], rows: Sequence[Row]) -> set[int]:
+    """All nodes the borders were computed by."""
+    found: set[int] = set()
+    stack = [place for place, _ in borders]
+    while stack:
+        place = stack.pop()
+        if place not in found:
+            found.add(place)
+            stack.extend(link[0] for link in rows[place][2] if link is not None)
+    return found
+
+
+def _behind_nonlinear(wiring: Wiring, rules: Rules, question: Question) -> set[int]:
     """The network: nodes with a non-linear operation between them and the start. What is before them is the loss."""
-    if seeded:
-        return set(graph.order)
-    network: set[Node] = set()
-    for node in graph.order:
-        if node in rules and (node in network or _ends_loss(rules[node], graph.wanted[node])):
-            network.update(edge[0] for edge in graph.edges[node] if edge is not None)
+    if question.seeded:
+        return set(wiring.order)
+    network: set[int] = set()
+    for place in wiring.order:
+        rule = rules[place]
+        if rule is not None and (place in network or _ends_loss(rule, wiring.wanted[place])):
+            network.update(link[0] for link in wiring.edges[place] if link is not None)
     return network
 
 

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, final
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node
 
 from . import graph as graphs
-from .graph import Edge
+from .graph import Edge, Graph, Link
 from .plan import Method, Plan, make_plan
 from .regions import region_curvatures
-from .rules.calculus import LOW_PRECISION, in_single_precision, widened
+from .rules.calculus import Widened, widened
 from .rules.families import Curvatures, Rebuilt
+from .workspace import Workspace, lending, workspace_of
 
 _TWO_LOSSES = "two attached losses meet in one backward pass: add the losses first, then attach their sum, once"
 _RUNNING: Final[weakref.WeakValueDictionary[int, Walk]] = weakref.WeakValueDictionary()
@@ -30,19 +30,24 @@ class Walk:
     nobody runs can still be collected.
     """
 
-    def __init__(self, plan: Plan, seed: Tensor | None) -> None:
+    def __init__(self, plan: Plan, graph: Graph, seed: Tensor | None) -> None:
         self._plan = plan
+        self._graph = graph
         self._seed = seed
-        self._pending: dict[Edge, Tensor] = {}
+        # what a rule reads is there for the taking, unless something brings it back only when torch comes to it
+        readable = graphs.prepare_saved(graph.nodes[place] for place in plan.wiring.order)
+        self._direct = plan.direct if readable else frozenset[int]()
+        self._pending: dict[Link, Tensor] = {}
         self._leaves: list[tuple[Tensor, Tensor | None]] = []  # variables that torch gave a gradient, their curvature
         self._before: list[tuple[Tensor, Tensor | None, Tensor | None]] = []  # variable, its .grad, a copy of that
         self._handles: list[Any] = []
+        self._workspace: Workspace | None = None
         self._nested = False
         weakref.finalize(self, _remove_all, self._handles)  # a backward that fails elsewhere does not tell us
         if plan.visits:
-            self._arming = graphs.on_arrival(plan.visits[0], self._start)
+            self._arming = graphs.on_arrival(graph.nodes[plan.visits[0]], self._start)
         elif seed is not None:  # the start itself is all that is asked for
-            self._pending[plan.graph.root] = seed
+            self._pending[plan.start] = seed
 
     def disarm(self) -> None:
         """Removes every hook."""
@@ -64,7 +69,8 @@ class Walk:
     def results(self, targets: Sequence[Edge], like: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         """The curvature at each target, zeros where none arrived, None where ``like`` is None."""
         taken: set[int] = self._storages_of_others()
-        found = [self._pending.get(edge) for edge in targets]
+        places = self._graph.places
+        found = [self._pending.get((places.get(node, -1), nr)) for node, nr in targets]
         self._forget()
         return tuple(None if x is None else _owned(s, x, taken) for s, x in zip(found, like, strict=True))
 
@@ -82,66 +88,76 @@ class Walk:
         graphs.when_backward_ends(self._finish)
         if graphs.running_backward_frees():
             self._handles.append(self._arming)
+        plan, nodes = self._plan, self._graph.nodes
+        if plan.owner is not None:
+            self._workspace = workspace_of(graphs.leaf_of(nodes[plan.owner]))
+            self._workspace.begin_pass()
         if self._seed is not None:
-            self._give(self._plan.graph.root, self._seed)
+            self._give(plan.start, self._seed)
         walk = weakref.ref(self)
-        for place, node in enumerate(self._plan.visits[1:], start=1):
-            self._handles.append(graphs.on_arrival(node, _hook(walk, place)))
-        self.visit(0, grads)
+        for place in plan.visits[1:]:
+            if place not in self._direct:
+                self._handles.append(graphs.on_arrival(nodes[place], _hook(walk, place)))
+        self.visit(plan.visits[0], grads)
 
     def visit(self, place: int, grads: Sequence[Tensor | None]) -> None:
-        """What happens at one node, once torch has its gradient."""
+        """What happens at one node, once torch has its gradient, and at those behind it that need none."""
         if self._nested:
             return
+        self._nested = True  # second derivatives may run nodes that carry our hooks
         try:
-            with torch.no_grad(), _autocast_off():
-                self._visit(self._plan.visits[place], grads)
+            with torch.no_grad(), _autocast_off(), lending(self._workspace):
+                g = [widened(grad) for grad in grads] if place in self._plan.loss else [None] * len(grads)
+                waiting = list(self._visit(place, g))
+                while waiting:
+                    place = waiting.pop()
+                    waiting += self._visit(place, [None] * len(self._plan.dtypes[place]))
         except BaseException:
             self.abort()
             raise
-
-    def _visit(self, node: Node, grads: Sequence[Tensor | None]) -> None:
-        plan = self._plan
-        s = [self._take((node, nr)) for nr in range(len(grads))]
-        if node not in plan.rules:
-            self._arrive(graphs.leaf_of(node), s[0])
-            return
-        g = [widened(grad) for grad in grads] if node in plan.loss else [None] * len(grads)
-        self._nested = True  # second derivatives may run nodes that carry our hooks
-        try:
-            given = self._curvatures(node, s, g)
         finally:
             self._nested = False
-        for edge, curvature in given:
-            if edge is not None and curvature is not None:
-                self._give(edge, self._cast(edge, curvature))
 
-    def _curvatures(self, node: Node, s: Curvatures, g: Curvatures) -> list[tuple[Edge | None, Tensor | None]]:
+    def _visit(self, place: int, g: Curvatures) -> Iterable[int]:
+        """Moves curvature over one node; returns the places behind it that can be visited at once."""
+        s = [self._take((place, nr)) for nr in range(len(g))]
+        if self._plan.rules[place] is None:
+            self._arrive(place, s[0])
+            return ()
+        for link, curvature in self._curvatures(place, s, g):
+            if link is not None and curvature is not None:
+                dtype = self._plan.dtypes[link[0]][link[1]]
+                self._give(link, curvature if curvature.dtype is dtype else curvature.to(dtype))
+        region = self._plan.regions.get(place)
+        behind = self._plan.wiring.edges[place] if region is None else region.sources
+        return [link[0] for link in behind if link is not None and link[0] in self._direct]
+
+    def _curvatures(self, place: int, s: Curvatures, g: Curvatures) -> Iterable[tuple[Link | None, Tensor | None]]:
         plan = self._plan
-        if node in plan.regions:
-            return region_curvatures(plan.regions[node], s[0], g[0], plan.targets)
-        rule, seen = plan.rules[node], in_single_precision(node)
+        if place in plan.regions:
+            return region_curvatures(plan.regions[place], self._graph, s[0], g[0], plan.targets)
+        rule: Any = plan.rules[place]
+        node: Any = self._graph.nodes[place]
+        seen = Widened(node) if place in plan.half else node
         if isinstance(rule, Rebuilt):
-            curvatures = _walk_rebuilt(rule, seen, s, g, plan)
+            curvatures = _walk_rebuilt(rule, seen, s, g, plan.method)
         else:
-            curvatures = rule(seen, s, g, plan.graph.wanted[node])
-        return list(zip(plan.graph.edges[node], curvatures, strict=True))
+            curvatures = rule(seen, s, g, plan.wiring.wanted[place])
+        return zip(plan.wiring.edges[place], curvatures, strict=True)
 
-    def _cast(self, edge: Edge, curvature: Tensor) -> Tensor:
-        """In the dtype of the tensor it belongs to, as torch has gradients; half precision is kept in single."""
-        dtype = self._plan.graph.dtypes[edge[0]][edge[1]]
-        dtype = torch.float32 if dtype in LOW_PRECISION else dtype
-        return curvature if curvature.dtype is dtype else curvature.to(dtype)
-
-    def _give(self, edge: Edge, curvature: Tensor) -> None:
+    def _give(self, link: Link, curvature: Tensor) -> None:
         """Fan-out: what several consumers say of one tensor is added; their cross terms are what HesScale drops."""
-        pending = self._pending.get(edge)
-        self._pending[edge] = curvature if pending is None else pending + curvature
+        pending = self._pending.get(link)
+        self._pending[link] = curvature if pending is None else pending + curvature
 
-    def _take(self, edge: Edge) -> Tensor | None:
-        return self._pending.get(edge) if edge in self._plan.targets else self._pending.pop(edge, None)
+    def _take(self, link: Link) -> Tensor | None:
+        return self._pending.get(link) if link in self._plan.targets else self._pending.pop(link, None)
 
-    def _arrive(self, variable: Tensor, s: Tensor | None) -> None:
+    def _arrive(self, place: int, s: Tensor | None) -> None:
+        node = self._graph.nodes[place]
+        if place in self._direct and not graphs.running_backward_accumulates(node):
+            return
+        variable = graphs.leaf_of(node)
         grad = variable.grad
         self._before.append((variable, grad, None if grad is None else grad.clone()))
         self._leaves.append((variable, s))
@@ -172,7 +188,7 @@ class Walk:
         self._before.clear()
 
 
-def _walk_rebuilt(rule: Rebuilt, node: Any, s: Curvatures, g: Curvatures, plan: Plan) -> Curvatures:
+def _walk_rebuilt(rule: Rebuilt, node: Any, s: Curvatures, g: Curvatures, method: Method) -> Curvatures:
     """The curvature of a fused node's inputs: a walk of its own over the steps the node is made of."""
     with torch.enable_grad():
         outputs, inputs = rule.rebuild(node)
@@ -181,9 +197,8 @@ def _walk_rebuilt(rule: Rebuilt, node: Any, s: Curvatures, g: Curvatures, plan: 
     curvature, gradient = (_joined(seeds, outputs) for seeds in (s, g))
     targets = [graphs.edge_of(leaf) for leaf in leaves]
     # without g there is no residual anywhere, which is how Gauss-Newton walks behind the loss
-    method = Method(plan.method.rules, gauss_newton=gradient is None)
-    inner = make_plan(y, method, seeded=True, targets=targets)
-    walk = Walk(inner, curvature)
+    plan, graph = make_plan(y, Method(method.rules, gauss_newton=gradient is None), seeded=True, targets=targets)
+    walk = Walk(plan, graph, curvature)
     seeds = torch.zeros_like(y) if gradient is None else gradient
     torch.autograd.grad(y, leaves, seeds, allow_unused=True)
     walk.disarm()

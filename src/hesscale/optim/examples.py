@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..graph import Edge, Graph
+from ..graph import Edge, Graph, Wiring
 from ..rules import RULES
 from ..rules.families import signed
 
@@ -59,21 +59,23 @@ Behind = Callable[[Any, Examples, Shape, int, Shape], Examples | None]
 """(node, examples in an output, shape of it, number of an input, shape of it) → examples in the input."""
 
 
-def follow(graph: Graph, seeds: Iterable[Edge]) -> dict[Edge, Examples | None]:
+def follow(graph: Graph, wiring: Wiring, seeds: Iterable[Edge]) -> dict[Edge, Examples | None]:
     """The examples in all tensors behind the seeds, whose first dimension they are; None where they have been mixed."""
     found: dict[Edge, Examples | None] = {}
     for node, nr in seeds:
-        first, size = graph.shapes[node][nr][:1].numel(), graph.shapes[node][nr].numel()
+        shape = wiring.shapes[graph.places[node]][nr]
+        first, size = shape[:1].numel(), shape.numel()
         found[node, nr] = Examples(first, size // first) if size else None
-    for node in graph.order:
-        outputs = [(found[node, nr], shape) for nr, shape in enumerate(graph.shapes[node]) if (node, nr) in found]
-        for index, edge in enumerate(graph.edges[node]):
-            shape = graph.wanted[node][index]
-            if edge is None or shape is None:
+    for place in wiring.order:
+        node = graph.nodes[place]
+        outputs = [(found[node, nr], shape) for nr, shape in enumerate(wiring.shapes[place]) if (node, nr) in found]
+        for index, (link, input) in enumerate(zip(wiring.edges[place], wiring.wanted[place], strict=True)):
+            if link is None or input is None:
                 continue
+            edge = graph.edge(link)
             for examples, output in outputs:
-                own = None if examples is None else _behind(node, examples, output, index, shape)
-                found[edge] = _joined(found[edge], own, shape.numel()) if edge in found else own
+                own = None if examples is None else _behind(node, examples, output, index, input)
+                found[edge] = _joined(found[edge], own, input.numel()) if edge in found else own
     return found
 
 

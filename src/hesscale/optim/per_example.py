@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from ..graph import Edge, Graph, edge_of
+from ..graph import Edge, Graph, Wiring, edge_of
 from ..rules.calculus import in_single_precision, pull, widened
 from ..rules.families import signed
 from .examples import follow
@@ -65,15 +65,16 @@ class Use:
         return found.contiguous()
 
 
-def only_uses(graph: Graph, seeds: Sequence[Edge], params: Sequence[Tensor]) -> list[Use | None]:
+def only_uses(graph: Graph, wiring: Wiring, seeds: Sequence[Edge], params: Sequence[Tensor]) -> list[Use | None]:
     """One per parameter: None if it is used more than once, in an op without formula, or where examples are mixed."""
-    examples = follow(graph, seeds)
+    examples = follow(graph, wiring, seeds)
     behind = {node for node, _ in examples}
     users: dict[Edge, list[tuple[Node, int]]] = {}
-    for node in graph.order:
-        for index, edge in enumerate(graph.edges[node] if node in behind else ()):
-            if edge is not None:
-                users.setdefault(edge, []).append((node, index))
+    for place in wiring.order:
+        node = graph.nodes[place]
+        for index, link in enumerate(wiring.edges[place] if node in behind else ()):
+            if link is not None:
+                users.setdefault(graph.edge(link), []).append((node, index))
 
     def only_use(edge: Edge, views: tuple[Node, ...] = ()) -> Use | None:
         if edge in seeds or len(users.get(edge, ())) != 1:
@@ -82,7 +83,8 @@ def only_uses(graph: Graph, seeds: Sequence[Edge], params: Sequence[Tensor]) -> 
         if node.name() in _VIEWS:
             return only_use((node, 0), (*views, node))
         formula, own = _FORMULAS.get((node.name(), index)), examples.get((node, 0))
-        shape, output = graph.wanted[node][index], graph.shapes[node][0]
+        place = graph.places[node]
+        shape, output = wiring.wanted[place][index], wiring.shapes[place][0]
         if formula is None or own is None or shape is None:
             return None
         dims = formula.shared(len(output), shape)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from ..graph import Edge, Graph, behind, edge_of, trace
+from ..graph import Edge, Graph, Wiring, behind, edge_of, trace, wire
 from ..rules import RULES
 from ..rules.families import signed
 from .per_example import only_uses
@@ -96,12 +96,13 @@ def sampled_gauss_newton_backward(
     more than once, those of recurrent layers, and all that lie behind an op that mixes examples (batch norm while it
     trains) or that examples.py does not know. ``output`` only makes sure that the loss was found where it begins.
     """
-    graph = trace(edge_of(loss))
-    found = [_draw(loss, node, generator) for node in _likelihoods(graph)]
+    graph = trace(edge_of(loss)[0])
+    wiring = wire(graph.rows)
+    found = [_draw(loss, node, generator) for node in _likelihoods(graph, wiring)]
     seeds = [edge for edge, _ in found]
     if output is not None and edge_of(output)[0] not in behind(seeds):
         raise ValueError("output does not lie behind the likelihood that was found in this loss")
-    uses = only_uses(graph, seeds, params)
+    uses = only_uses(graph, wiring, seeds, params)
     pulled = torch.autograd.grad(
         [GradientEdge(*edge) for edge in seeds],
         [GradientEdge(*(edge_of(p) if use is None else (use.node, 0))) for p, use in zip(params, uses, strict=True)],
@@ -118,17 +119,18 @@ def sampled_gauss_newton_backward(
     loss.backward(retain_graph=retain_graph)
 
 
-def _likelihoods(graph: Graph) -> list[Node]:
+def _likelihoods(graph: Graph, wiring: Wiring) -> list[Node]:
     """The nodes of the loss that belong to a known likelihood; all nodes before them must be linear."""
     found: list[Node] = []
-    reached = {graph.root[0]}
-    for node in graph.order:
-        if node not in reached:
+    reached = {0}
+    for place in wiring.order:
+        node = graph.nodes[place]
+        if place not in reached:
             continue
         if node.name() in _DRAWS:
             found.append(node)
-        elif node.name() in RULES and RULES[node.name()].is_linear(graph.wanted[node]):
-            reached.update(edge[0] for edge in graph.edges[node] if edge is not None)
+        elif node.name() in RULES and RULES[node.name()].is_linear(wiring.wanted[place]):
+            reached.update(link[0] for link in wiring.edges[place] if link is not None)
         else:
             raise ValueError(
                 f"no likelihood to draw from: the loss ends in {node.name()}, which is neither linear nor one of "

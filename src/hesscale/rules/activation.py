@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from .calculus import added
-from .families import Coupled, Elementwise, Pair, of_result, signed
+from .families import Coupled, Elementwise, Pair, Ratio, Selection, of_ratio, signed
 from .table import register
 
-register(of_result(lambda y: y * (1 - y) * (1 - 2 * y)), "SigmoidBackward0")
+register(of_ratio(1, -2), "SigmoidBackward0")
 
 
 def log_sigmoid(node: Any) -> Pair:
@@ -28,11 +28,10 @@ def softplus(node: Any) -> Pair:
     return None, (beta * sigma * (1 - sigma)).masked_fill(beta * x > node._saved_threshold, 0.0)
 
 
-def elu(node: Any) -> Pair:
-    """c·α(e^(kx) − 1) for x ≤ 0:  c·α·k² e^(kx); SELU is ELU with another c and α."""
-    x, k = node._saved_self, node._saved_input_scale
-    second = node._saved_scale * node._saved_alpha * k**2 * (k * x).clamp_max(0).exp()
-    return None, second.masked_fill(x > 0, 0.0)
+def elu(node: Any) -> Ratio:
+    """c·α(e^(kx) − 1) for x ≤ 0:  f''/f' = k there; SELU is ELU with another c and α."""
+    x = node._saved_self
+    return 0, node._saved_input_scale, (x <= 0).to(x.dtype)
 
 
 def elu_in_place(node: Any) -> Pair:
@@ -112,7 +111,7 @@ def glu(node: Any, s: Tensor | None, g: Tensor | None) -> Tensor:
 
 register(Elementwise(log_sigmoid), "LogSigmoidBackward0")
 register(Elementwise(softplus), "SoftplusBackward0")
-register(Elementwise(elu), "EluBackward0")
+register(Elementwise(ratio=elu), "EluBackward0")
 register(Elementwise(elu_in_place), "EluBackward1")
 register(Elementwise(celu), "CeluBackward0")
 register(Elementwise(celu_in_place), "CeluBackward1")
@@ -124,14 +123,17 @@ register(Elementwise(prelu, linear=((1,),)), "PreluKernelBackward0")
 register(Coupled(glu), "GluBackward0")
 register(
     Elementwise(),
-    "HardshrinkBackward0",
     "HardsigmoidBackward0",
-    "HardtanhBackward0",
     "LeakyReluBackward0",
     "LeakyReluBackward1",
-    "ReluBackward0",
     "RreluWithNoiseBackward0",
     "RreluWithNoiseBackward1",
+)
+register(
+    Selection(linear=False, pointwise=True),  # slopes of 0 and 1 only
+    "HardshrinkBackward0",
+    "HardtanhBackward0",
+    "ReluBackward0",
     "SoftshrinkBackward0",
     "ThresholdBackward0",
 )

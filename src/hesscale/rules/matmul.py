@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..workspace import product
 from .calculus import added
 from .families import Bilinear, Coupled, Curvatures
 from .table import register
@@ -18,14 +19,18 @@ Square = Tensor | None
 
 def _left(s: Tensor, b2: Square, shape: torch.Size | None) -> Tensor | None:
     """Curvature of A in y = AB:  s (B²)ᵀ."""
-    return None if shape is None or b2 is None else s @ b2.mT
+    return None if shape is None or b2 is None else _product(s, b2.mT)
 
 
 def _right(s: Tensor, a2: Square, shape: torch.Size | None, *, transposed: bool = False) -> Tensor | None:
     """Curvature of B in y = AB:  (A²)ᵀ s, laid out like the transpose of a contiguous matrix if B is one."""
     if shape is None or a2 is None:
         return None
-    return (s.mT @ a2).mT if transposed else a2.mT @ s
+    return _product(s.mT, a2).mT if transposed else _product(a2.mT, s)
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    return product(a, b) if a.dim() == b.dim() == 2 else a @ b
 
 
 def _is_transposed(strides: Sequence[int]) -> bool:

@@ -1,0 +1,159 @@
+"""Memory is used again from pass to pass, and never while anybody can still read it."""
+
+import gc
+import threading
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import hesscale
+from hesscale import workspace
+from hesscale.workspace import Workspace, lending, product, squared, workspace_of
+
+SIZE = (128, 256)  # in float32 more than workspace.LEAST
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(128, 256), nn.Tanh(), nn.Linear(256, 128))
+
+
+def run(model: nn.Module, *, seed: int = 0) -> None:
+    x = torch.randn(4, 128, generator=torch.Generator().manual_seed(seed))
+    model.zero_grad()
+    for p in model.parameters():
+        p.curvature = None  # type: ignore[assignment]
+    hesscale.backward(F.cross_entropy(model(x), torch.tensor([0, 1, 2, 3])))
+
+
+def curvatures(model: nn.Module) -> list[Tensor]:
+    return [p.curvature for p in model.parameters()]  # type: ignore[misc]
+
+
+def test_a_free_buffer_is_lent_again_and_a_lent_one_is_not() -> None:
+    space = Workspace()
+    first = space.empty(SIZE, torch.float32)
+    second = space.empty(SIZE, torch.float32)
+    assert first.data_ptr() != second.data_ptr()
+    place = first.data_ptr()
+    view = first[3:].T
+    del first
+    assert space.empty(SIZE, torch.float32).data_ptr() != place  # the view still reads it
+    del view
+    assert space.empty(SIZE, torch.float32).data_ptr() == place
+
+
+def test_sizes_and_dtypes_have_buffers_of_their_own() -> None:
+    space = Workspace()
+    for size in ((128, 256), (256, 128), (128, 256, 1)):
+        for dtype in (torch.float32, torch.float64):
+            lent = space.empty(size, dtype)
+            assert lent.shape == size and lent.dtype == dtype and lent.is_contiguous()
+            assert lent.untyped_storage().nbytes() == lent.numel() * lent.element_size()
+
+
+def test_buffers_that_passes_no_longer_need_are_dropped() -> None:
+    space = Workspace()
+    lent = weakref.ref(space.empty(SIZE, torch.float32).untyped_storage())
+    for _ in range(workspace._KEPT):
+        space.begin_pass()
+        assert space._buffers
+    space.begin_pass()
+    gc.collect()
+    assert not space._buffers and lent() is None
+
+
+def test_a_pass_puts_curvature_where_that_of_the_last_one_was() -> None:
+    model = network()
+    run(model)
+    places = {h.data_ptr() for h in curvatures(model) if h.numel() * 4 >= workspace.LEAST}
+    assert len(places) == 2
+    for seed in range(1, 4):
+        run(model, seed=seed)
+        assert places == {h.data_ptr() for h in curvatures(model) if h.numel() * 4 >= workspace.LEAST}
+
+
+def test_curvature_that_a_user_keeps_stays_as_it_is() -> None:
+    model = network()
+    run(model)
+    kept, part = curvatures(model), model[2].weight.curvature[5:7]  # type: ignore[union-attr, index]
+    copies = [h.clone() for h in kept]
+    for seed in range(1, 5):
+        run(model, seed=seed)
+    assert all(torch.equal(h, copy) for h, copy in zip(kept, copies, strict=True))
+    del kept
+    gc.collect()
+    run(model, seed=9)
+    assert torch.equal(part, copies[2][5:7])
+
+
+def test_curvature_in_an_autograd_graph_is_not_overwritten() -> None:
+    model = network()
+    run(model)
+    scale = torch.ones(256, 128, requires_grad=True)
+    saved = (scale * model[0].weight.curvature).sum()  # type: ignore[operator]
+    expected = curvatures(model)[0].clone()
+    run(model, seed=1)
+    saved.backward()
+    assert scale.grad is not None
+    torch.testing.assert_close(scale.grad, expected, rtol=0, atol=0)
+
+
+def test_a_workspace_goes_with_its_model() -> None:
+    model = network()
+    run(model)
+    space = weakref.ref(workspace_of(next(iter(model.parameters()))))
+    owners = [workspace._LOCAL.by_leaf.get(p) for p in model.parameters()]
+    storages = [weakref.ref(b._whole) for owner in owners if owner for bs in owner._buffers.values() for b in bs]
+    assert storages
+    del model, owners
+    gc.collect()
+    assert space() is None and not any(storage() is not None for storage in storages)
+
+
+def test_threads_do_not_share_buffers() -> None:
+    leaf = torch.zeros(1, requires_grad=True)
+    spaces = [workspace_of(leaf)]
+    thread = threading.Thread(target=lambda: spaces.append(workspace_of(leaf)))
+    thread.start()
+    thread.join()
+    assert spaces[0] is not spaces[1] and workspace_of(leaf) is spaces[0]
+
+
+LAYOUTS = {
+    "contiguous": lambda x: x,
+    "transposed": lambda x: x.mT.contiguous().mT,
+    "sliced": lambda x: torch.cat([x, x], 1)[:, ::2],
+    "small": lambda x: x[:2, :2],
+    "empty": lambda x: x[:0],
+    "vector": lambda x: x.reshape(-1),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("lent", [True, False])
+def test_squares_are_those_of_torch(layout: Any, dtype: torch.dtype, lent: bool) -> None:
+    x = layout(torch.randn(SIZE, dtype=dtype))
+    with lending(Workspace() if lent else None), torch.no_grad():
+        assert torch.equal(squared(x), x * x)
+
+
+@pytest.mark.parametrize("lent", [True, False])
+def test_products_are_those_of_torch(lent: bool) -> None:
+    a, b = torch.randn(300, 7), torch.randn(200, 7)
+    with lending(Workspace() if lent else None), torch.no_grad():
+        assert torch.equal(product(a, b.mT), a @ b.mT)
+        assert torch.equal(product(a.mT, a), a.mT @ a)
+
+
+def test_nothing_is_lent_where_torch_records() -> None:
+    x = torch.randn(SIZE, requires_grad=True)
+    with lending(Workspace()):
+        squared(x).sum().backward()
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, 2 * x.detach())
