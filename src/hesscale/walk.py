@@ -106,7 +106,7 @@ class Walk:
             return
         self._nested = True  # second derivatives may run nodes that carry our hooks
         try:
-            with torch.no_grad(), _autocast_off(), lending(self._workspace):
+            with _recording_off(), _autocast_off(), lending(self._workspace):
                 g = [widened(grad) for grad in grads] if place in self._plan.loss else [None] * len(grads)
                 waiting = list(self._visit(place, g))
                 while waiting:
@@ -213,10 +213,18 @@ def _joined(seeds: Curvatures, outputs: Sequence[Tensor]) -> Tensor | None:
     return torch.cat([(torch.zeros_like(out) if seed is None else seed).reshape(-1) for seed, out in pairs])
 
 
+_NOTHING: Final = contextlib.nullcontext()
+
+
+def _recording_off() -> contextlib.AbstractContextManager[Any]:
+    """It is off already, unless the backward pass runs with create_graph."""
+    return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
+
+
 def _autocast_off() -> contextlib.AbstractContextManager[Any]:
     """Rules compute in the precision of what they are given, also if backward is called under autocast."""
     kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-    return torch.autocast(kinds[0], enabled=False) if kinds else contextlib.nullcontext()
+    return torch.autocast(kinds[0], enabled=False) if kinds else _NOTHING
 
 
 def _remove_all(handles: list[Any]) -> None:

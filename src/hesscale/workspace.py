@@ -11,8 +11,6 @@ CPU torch's own allocator does the same, so nothing is lent there.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Final, final
 
 import torch
@@ -94,14 +92,20 @@ def workspace_of(leaf: Tensor) -> Workspace:
     return found
 
 
-@contextmanager
-def lending(workspace: Workspace | None) -> Iterator[None]:
-    """In here the functions below lend from ``workspace``."""
-    before, _LOCAL.current = _LOCAL.current, workspace
-    try:
-        yield
-    finally:
-        _LOCAL.current = before
+@final
+class lending:
+    """A context in which the functions below lend from ``workspace``."""
+
+    __slots__ = ("_before", "_workspace")
+
+    def __init__(self, workspace: Workspace | None) -> None:
+        self._workspace = workspace
+
+    def __enter__(self) -> None:
+        self._before, _LOCAL.current = _LOCAL.current, self._workspace
+
+    def __exit__(self, *failure: object) -> None:
+        _LOCAL.current = self._before
 
 
 def empty(size: tuple[int, ...], like: Tensor) -> Tensor | None:

@@ -109,37 +109,42 @@ def fresh_curvature(group: Mapping[str, Any], index: int) -> Tensor:
 def non_finite(slots: Sequence[Slot]) -> list[str]:
     """The gradients and curvatures that hold an inf or a nan, in words. Warns of curvature that is zero throughout.
 
-    One sum per tensor finds both: an inf or nan anywhere makes the sum one.
+    One number per slot finds both: an inf or nan in either makes gᵀh one, and a zero h makes it zero. Only what such a
+    number points at is looked at more closely, since both happen for other reasons too.
     """
-    if not slots:
-        return []
-    gradients = _sums([slot.g for slot in slots])
-    refreshed = [slot for slot in slots if slot.h is not None]
-    curvatures = dict(zip(map(id, refreshed), _sums([slot.h for slot in refreshed if slot.h is not None]), strict=True))
+    numbers = _numbers([_product(slot) for slot in slots])
+    suspects = [slot for slot, number in zip(slots, numbers, strict=True) if number == 0.0 or not math.isfinite(number)]
     found, flat = [], []
-    for slot, gradient in zip(slots, gradients, strict=True):
-        curvature = curvatures.get(id(slot), 1.0)
-        if not math.isfinite(gradient):
-            found.append(f"the gradient of {name_of(*slot.place)}")
-        if not math.isfinite(curvature):
-            found.append(f"the curvature of {name_of(*slot.place)}")
-        if curvature == 0.0 and gradient != 0.0 and not _any(slot.h) and not _any(slot.v):
+    for slot in suspects:
+        bad = [what for what, tensor in (("gradient", slot.g), ("curvature", slot.h)) if not _is_finite(tensor)]
+        found += [f"the {what} of {name_of(*slot.place)}" for what in bad]
+        if not bad and slot.h is not None and _any(slot.g) and not _any(slot.h) and not _any(slot.v):
             flat.append(name_of(*slot.place))
     if flat:
         warnings.warn(_ZERO_CURVATURE.format(names=", ".join(flat)), stacklevel=5)
     return found
 
 
+def _product(slot: Slot) -> Tensor:
+    """gᵀh, or the sum of g where there is no h."""
+    g, h = slot.g, slot.h
+    if h is None:
+        return g.sum(dtype=None if g.dtype in _WIDE else torch.float32)  # half precision would overflow in the sum
+    if g.dtype in _WIDE and g.dtype == h.dtype and g.is_contiguous() and h.is_contiguous():
+        return torch.dot(g.view(-1), h.view(-1))
+    return (g.to(torch.promote_types(g.dtype, torch.float32)) * h).sum()
+
+
+def _is_finite(tensor: Tensor | None) -> bool:
+    return tensor is None or bool(tensor.isfinite().all())
+
+
 def _any(tensor: Tensor | None) -> bool:
     return tensor is not None and bool(tensor.any())
 
 
-def _sums(tensors: Sequence[Tensor]) -> list[float]:
-    if not tensors:
-        return []
-    # half precision would overflow in the sum
-    sums = [tensor.sum(dtype=None if tensor.dtype in _WIDE else torch.float32) for tensor in tensors]
-    if len({(value.dtype, value.device) for value in sums}) > 1:
-        sums = [value.to("cpu", torch.float64) for value in sums]
-    found: list[float] = torch.stack(sums).tolist()  # one transfer for all of them
+def _numbers(values: Sequence[Tensor]) -> list[float]:
+    if len({(value.dtype, value.device) for value in values}) > 1:
+        values = [value.to("cpu", torch.float64) for value in values]
+    found: list[float] = torch.stack([*values]).tolist() if values else []  # one transfer for all of them
     return found
