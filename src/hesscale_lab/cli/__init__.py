@@ -8,6 +8,7 @@ import typer
 
 import hesscale
 
+from .cost import cost
 from .coverage import coverage
 from .quality import quality
 
@@ -40,5 +41,5 @@ def main(
     """
 
 
-for command in (quality, coverage):
+for command in (quality, cost, coverage):
     app.command()(command)

@@ -1,0 +1,208 @@
+"""The optimizers of the cost comparison as a table: how a step of each is made, by us and by others as users make it.
+
+All of them move parameters by next to nothing (``STEP_SIZE``), so that the last network measured is the first one.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.optim import Optimizer
+
+import hesscale
+from hesscale.optim import CurvatureScaled
+
+from ..tasks.cost_networks import Problem
+
+STEP_SIZE = 1e-8
+UNIT, HARDEST = "Adam", "Adam fused"
+"""What costs are relative to, and the hardest first-order step to compare with."""
+
+_FEASIBLE = 2e9  # entries that the passes of an exact diagonal write
+
+
+@dataclass(frozen=True)
+class Step:
+    """The parts of one training step, in the order in which they are called."""
+
+    forward: Callable[[], Tensor]
+    backward: Callable[[Tensor], Any]
+    update: Callable[[], Any]
+    clear: Callable[[], Any]
+
+    def __call__(self) -> None:
+        """Makes the step."""
+        self.backward(self.forward())
+        self.update()
+        self.clear()
+
+
+@dataclass(frozen=True)
+class Method:
+    """One row of the table."""
+
+    name: str
+    step: Callable[[Problem], Step]
+    fits: Callable[[Problem], bool] = lambda problem: True
+    period: int = 1  # after how many steps their costs repeat
+    exact: bool = False  # no optimizer anybody would use, but what the others approximate
+    package: tuple[str, str] | None = None  # the module it needs and what to install for it
+
+    @property
+    def installed(self) -> bool:
+        """Whether the package it needs is there."""
+        return self.package is None or importlib.util.find_spec(self.package[0]) is not None
+
+
+def _first_order(kind: Callable[..., Optimizer], problem: Problem, **options: Any) -> Step:
+    optimizer = kind(problem.network.parameters(), lr=STEP_SIZE, **options)
+    return Step(problem.loss, Tensor.backward, optimizer.step, optimizer.zero_grad)
+
+
+def _second_order(kind: Callable[..., Any], problem: Problem, **options: Any) -> Step:
+    optimizer = kind(problem.network.parameters(), lr=STEP_SIZE, **options)
+    return Step(problem.loss, optimizer.backward, optimizer.step, optimizer.zero_grad)
+
+
+def _hutchinson(problem: Problem) -> Step:
+    optimizer = hesscale.AdaHessian(problem.network.parameters(), lr=STEP_SIZE)
+    return Step(_twice_differentiable(problem), optimizer.backward, optimizer.step, optimizer.zero_grad)
+
+
+def _twice_differentiable(problem: Problem) -> Callable[[], Tensor]:
+    """The loss; fused attention has no second derivative, so whoever needs one must do without."""
+    if not any(isinstance(module, nn.MultiheadAttention) for module in problem.network.modules()):
+        return problem.loss
+
+    def loss() -> Tensor:
+        with sdpa_kernel(SDPBackend.MATH):
+            return problem.loss()
+
+    return loss
+
+
+def _exact(estimator: str, problem: Problem) -> Step:
+    """Adam on an exact diagonal; the estimator makes a forward pass of its own, which counts as backward here."""
+    optimizer = CurvatureScaled(problem.network.parameters(), lr=STEP_SIZE)
+    batch = (problem.inputs, problem.targets)
+
+    def backward(loss: Tensor) -> None:
+        loss.backward()
+        found = hesscale.estimate(estimator, problem.network, F.cross_entropy, batch)
+        for name, p in problem.network.named_parameters():
+            p.curvature = found[name]  # type: ignore[attr-defined]
+
+    return Step(problem.loss, backward, optimizer.step, optimizer.zero_grad)
+
+
+def _ggn_is_feasible(problem: Problem) -> bool:
+    """As many passes as outputs, at batch 1, as in the paper."""
+    with torch.no_grad():
+        outputs = problem.network(problem.inputs).numel()
+    return len(problem.inputs) == 1 and outputs * problem.parameters <= _FEASIBLE
+
+
+def _hessian_is_feasible(problem: Problem) -> bool:
+    """As many passes as parameters, at batch 1."""
+    return len(problem.inputs) == 1 and problem.parameters**2 <= _FEASIBLE
+
+
+def _backpack_ggn_mc(problem: Problem) -> Step:
+    """BackPACK's one-sample Gauss-Newton diagonal with our Adam-like update, of which it has none."""
+    backpack, extensions = (importlib.import_module(name) for name in ("backpack", "backpack.extensions"))
+    network, loss_fn = backpack.extend(problem.network), backpack.extend(nn.CrossEntropyLoss())
+    params = list(network.parameters())
+    optimizer = CurvatureScaled(params, lr=STEP_SIZE)
+
+    def backward(loss: Tensor) -> None:
+        with backpack.backpack(extensions.DiagGGNMC(mc_samples=1)):
+            loss.backward()
+        for p in params:
+            p.curvature = p.diag_ggn_mc
+
+    return Step(
+        lambda: loss_fn(network(problem.inputs), problem.targets), backward, optimizer.step, optimizer.zero_grad
+    )
+
+
+def _is_chain(problem: Problem) -> bool:
+    """BackPACK sees modules, not the graph: without conversion it needs a chain of plain ones."""
+    network = problem.network
+    return isinstance(network, nn.Sequential) and not any(any(module.children()) for module in network)
+
+
+def _pytorch_optimizer_adahessian(problem: Problem) -> Step:
+    """pytorch_optimizer's, whose step makes the second backward pass."""
+    kind = importlib.import_module("pytorch_optimizer").AdaHessian
+    optimizer = kind(problem.network.parameters(), lr=STEP_SIZE)
+    backward = functools.partial(Tensor.backward, create_graph=True)
+    return Step(_twice_differentiable(problem), backward, optimizer.step, optimizer.zero_grad)
+
+
+def _row(name: str, make: Callable[..., Step], kind: Callable[..., Any], *, period: int = 1, **options: Any) -> Method:
+    return Method(name, functools.partial(make, kind, **options), period=period)
+
+
+METHODS: tuple[Method, ...] = (
+    _row("SGD", _first_order, torch.optim.SGD),
+    _row(UNIT, _first_order, torch.optim.Adam),
+    _row(HARDEST, _first_order, torch.optim.Adam, fused=True),
+    _row("AdaHesScale", _second_order, hesscale.AdaHesScale),
+    _row("AdaHesScale fused", _second_order, hesscale.AdaHesScale, fused=True),
+    _row("AdaHesScale fused every=10", _second_order, hesscale.AdaHesScale, period=10, fused=True, every=10),
+    _row("AdaHesScaleGN", _second_order, hesscale.AdaHesScaleGN),
+    _row("AdaHesScaleGN fused", _second_order, hesscale.AdaHesScaleGN, fused=True),
+    _row("AdaBL89", _second_order, hesscale.AdaBL89),
+    _row("AdaGGNMC", _second_order, hesscale.AdaGGNMC),
+    Method("AdaHessian", _hutchinson),
+    Method(
+        "GGN-MC, BackPACK",
+        _backpack_ggn_mc,
+        fits=_is_chain,
+        package=("backpack", "backpack-for-pytorch"),
+    ),
+    Method(
+        "AdaHessian, pytorch_optimizer",
+        _pytorch_optimizer_adahessian,
+        package=("pytorch_optimizer", "pytorch_optimizer"),
+    ),
+    Method("exact GGN", functools.partial(_exact, "ggn"), fits=_ggn_is_feasible, exact=True),
+    Method("exact H", functools.partial(_exact, "hessian"), fits=_hessian_is_feasible, exact=True),
+)
+
+
+def installed() -> tuple[Method, ...]:
+    """The rows that can be measured here."""
+    return tuple(method for method in METHODS if method.installed)
+
+
+def left_out(methods: Sequence[Method] | None = None) -> str | None:
+    """One line about the rows that cannot, and what to install for them; None if there are none."""
+    absent = [method for method in methods or METHODS if not method.installed]
+    packages = " ".join(method.package[1] for method in absent if method.package)
+    names = " and ".join(f"“{method.name}”" for method in absent)
+    return f"left out {names}: pip install {packages}" if absent else None
+
+
+@contextmanager
+def known_warnings() -> Iterator[None]:
+    """Silence, in here, for what torch says of the peers in every step and what its compiler says of itself."""
+    with warnings.catch_warnings():
+        for message in (
+            r"Using backward\(\) with create_graph=True",  # which pytorch_optimizer's AdaHessian asks for
+            "Full backward hook is firing",  # BackPACK's hook on the first layer
+            r"`torch\.jit\.script_method` is deprecated",  # on the first import of torch.compile's backend
+        ):
+            warnings.filterwarnings("ignore", message=message)
+        yield
