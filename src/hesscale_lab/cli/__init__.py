@@ -11,6 +11,9 @@ import hesscale
 from .cost import cost
 from .coverage import coverage
 from .quality import quality
+from .report import report
+from .sweep import sweep
+from .train import train
 
 app = typer.Typer(
     name="hesscale",
@@ -41,5 +44,5 @@ def main(
     """
 
 
-for command in (quality, cost, coverage):
+for command in (train, sweep, report, quality, cost, coverage):
     app.command()(command)

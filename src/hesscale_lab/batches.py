@@ -1,0 +1,90 @@
+"""Which images a run sees, and when: the split, the batches of an epoch, the sets that are measured.
+
+All drawn from generators made anew for each purpose and epoch from the run's seed: an epoch can be repeated alone, and
+nothing depends on what was drawn before. As in the authors' code only full batches count, in measuring as well.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .tasks.archives import Labelled
+from .tasks.table import Task
+
+_AT_ONCE = 128
+"""Images measured together. More would be slower: large activations are new memory each time."""
+
+
+def generator_for(seed: int, purpose: str, *more: int) -> torch.Generator:
+    """The generator of a run for one purpose, the same whenever it is asked for."""
+    digest = hashlib.sha256(" ".join([purpose, *map(str, (seed, *more))]).encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+
+
+@dataclass(frozen=True)
+class Data:
+    """The images of a run: a task's, split by its seed."""
+
+    task: Task
+    seed: int
+    images: Tensor
+    labels: Tensor
+    test: Labelled
+    train: Tensor  # places among the images
+    valid: Tensor
+    pool: Tensor  # where the training loss is measured: in the authors' code all images, held back ones included
+
+    @property
+    def steps(self) -> int:
+        """Steps in an epoch."""
+        return len(self.train) // self.task.batch
+
+    def epoch(self, epoch: int) -> Iterator[Labelled]:
+        """The batches of an epoch in a random order, as the network sees them."""
+        order = generator_for(self.seed, "order", epoch)
+        changes = generator_for(self.seed, "augmentation", epoch)
+        shuffled = self.train[torch.randperm(len(self.train), generator=order)]
+        for places in shuffled[: self.steps * self.task.batch].split(self.task.batch):
+            yield self.task.prepare(self.images[places], changes), self.labels[places]
+
+    def measured(self, epoch: int) -> dict[str, Iterator[Labelled]]:
+        """The three sets that are measured after an epoch; the first is drawn, and augmented, anew each time."""
+        draw = generator_for(self.seed, "measured", epoch)
+        drawn = self.pool[torch.randperm(len(self.pool), generator=draw)[: self.task.measured]]
+        return {
+            "train": self._pieces(self.images, self.labels, drawn, draw),
+            "valid": self._pieces(self.images, self.labels, self.valid, None),
+            "test": self._pieces(*self.test, torch.arange(len(self.test[1])), None),
+        }
+
+    def _pieces(
+        self, images: Tensor, labels: Tensor, places: Tensor, changes: torch.Generator | None
+    ) -> Iterator[Labelled]:
+        full = len(places) // self.task.batch * self.task.batch
+        for piece in places[:full].split(_AT_ONCE):
+            yield self.task.prepare(images[piece], changes), labels[piece]
+
+
+def load(task: Task, *, seed: int, subset: int | None = None, folder: Path | None = None) -> Data:
+    """A task's images, split at random into training and validation. ``subset``: how many to train with.
+
+    The training loss of a subset is measured on the subset only.
+    """
+    (images, labels), test = task.load(folder)
+    order = torch.randperm(len(images), generator=generator_for(seed, "split"))
+    valid, train = order[: task.validation], order[task.validation :]
+    if subset is not None and subset > len(train):
+        raise ValueError(f"there are {len(train)} training images, not {subset}")
+    train = train[:subset]
+    pool = order if subset is None else train
+    found = Data(task, seed, images, labels, test, train, valid, pool)
+    smallest = min(len(train), len(valid), len(test[1]), len(pool))
+    if smallest < task.batch:
+        raise ValueError(f"{smallest} images are less than one batch of {task.batch}")
+    return found

@@ -1,0 +1,5 @@
+"""``python -m hesscale_lab.cli``, which torchrun needs."""
+
+from . import app
+
+app()

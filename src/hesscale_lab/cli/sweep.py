@@ -1,0 +1,189 @@
+"""``hesscale sweep``."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+
+from ..histories import read_history
+from ..optimizers import OPTIMIZERS, optimizer_named
+from ..report.collect import power
+from ..report.estimate import estimate
+from ..report.tables import percent, plain
+from ..runs import Run
+from ..sweeps import Sweep, grid
+from ..sweeps import sweep as search
+from ..tasks.table import task_named
+from ..training import Settings, folder_of
+from ..workers import Progress, Standing, Watch, WorkersError, cluster, run_all, standing_of
+from .console import clear_errors, not_below, show, stop
+
+
+def sweep(
+    task: Annotated[str, typer.Argument(help="What to train, such as digits or mnist-mlp.")],
+    optimizers: Annotated[str | None, typer.Option(help="Names with commas between them [default: all].")] = None,
+    lrs: Annotated[str | None, typer.Option(help="Step sizes to try [default: the paper's, 1e-5 … 1e-1].")] = None,
+    beta1s: Annotated[str | None, typer.Option(help="β₁ to try [default: the paper's, 0,0.9].")] = None,
+    beta2s: Annotated[str | None, typer.Option(help="β₂ to try [default: the paper's, 0.99,0.999,0.9999].")] = None,
+    epochs: Annotated[int | None, typer.Option(callback=not_below(1), help="[default: the task's.]")] = None,
+    subset: Annotated[int | None, typer.Option(callback=not_below(1), help="Train on so many images only.")] = None,
+    seeds: Annotated[int, typer.Option(callback=not_below(1), help="Repeats of the chosen settings.")] = 3,
+    workers: Annotated[int | None, typer.Option(callback=not_below(1), help="Runs at a time [default: cores].")] = None,
+    address: Annotated[str | None, typer.Option(help="A Ray cluster, such as HOST:6379 or auto.")] = None,
+    data: Annotated[Path | None, typer.Option(help="Folder with the data; without it, it is downloaded.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder below which the runs go.")] = Path("runs/train"),
+) -> None:
+    """Search for the settings of optimizers as the paper did, and repeat the best with several seeds.
+
+    Chosen is the smallest area under the validation loss. Runs go in parallel on Ray, one core each. A finished run is
+    never computed again, be it of a sweep or of hesscale train: after an interrupt, the same command goes on.
+
+    \b
+    Examples:
+      hesscale sweep digits --optimizers Adam,AdaHesScale --epochs 5
+      hesscale sweep mnist-mlp --lrs 1e-5,1e-4,1e-3 --beta2s 0.9999 --epochs 10 --data DIR
+      hesscale sweep cifar10-3c3d --address HOST:6379 --data DIR --out SHARED
+    """
+    try:
+        row = task_named(task)
+        names = _names(optimizers)
+        steps, firsts, seconds = _numbers("lrs", lrs), _numbers("beta1s", beta1s), _numbers("beta2s", beta2s)
+    except ValueError as error:
+        stop(str(error), code=2)
+    size = epochs or row.epochs
+    settings = [
+        one
+        for name in names
+        for one in grid(task, name, epochs=size, subset=subset, lrs=steps, beta1s=firsts, beta2s=seconds)
+    ]
+    with clear_errors(out):
+        out.mkdir(parents=True, exist_ok=True)
+        found = _sweep(settings, out, seeds=seeds, workers=workers, address=address, data=data)
+    _show(found, task, out)
+    if found.failed:
+        stop(f"{len(found.failed)} of the runs failed; the same command tries them again", code=1)
+
+
+def _names(text: str | None) -> list[str]:
+    names = list(OPTIMIZERS) if text is None else [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        optimizer_named(name)
+    if not names:
+        raise ValueError("--optimizers names none")
+    return list(dict.fromkeys(names))
+
+
+def _numbers(option: str, text: str | None) -> tuple[float, ...] | None:
+    """The numbers of an option; ValueError if one is no number or out of range."""
+    if text is None:
+        return None
+    try:
+        numbers = tuple(float(word) for word in text.split(","))
+    except ValueError:
+        raise ValueError(f"--{option} takes numbers with commas between them, not {text!r}") from None
+    if option == "lrs" and not all(0 < x < math.inf for x in numbers):
+        raise ValueError(f"--{option} must be above 0, not {text}")
+    if option != "lrs" and not all(0 <= x < 1 for x in numbers):
+        raise ValueError(f"--{option} must be at least 0 and below 1, not {text}")
+    return numbers
+
+
+def _sweep(
+    settings: Sequence[Settings], out: Path, *, seeds: int, workers: int | None, address: str | None, data: Path | None
+) -> Sweep:
+    run = partial(run_all, root=out, data=data, address=address, workers=workers)
+    if all(standing_of(one, folder_of(one, out)).has_ended for one in settings):
+        session: AbstractContextManager[object] = nullcontext()  # perhaps there is nothing to start Ray for
+    else:
+        session = cluster(address, workers=workers)
+        _check_data(settings[0].task, data)
+    try:
+        with _live_table() as watch, session:
+            return search(settings, seeds=seeds, run=partial(run, watch=watch))
+    except WorkersError as error:
+        stop(str(error), code=1)
+
+
+def _check_data(task: str, data: Path | None) -> None:
+    """Missing or broken data is told once, and downloaded once, before the first worker needs it."""
+    try:
+        task_named(task).load(data)
+    except ValueError as error:
+        stop(str(error), code=1)
+    except ModuleNotFoundError as error:
+        stop(f"this needs {error.name}: pip install {error.name}", code=1)
+
+
+@contextmanager
+def _live_table() -> Iterator[Watch]:
+    """A live table on stderr; where there is no terminal, a line for every run that ends."""
+    console = Console(stderr=True)
+    before: dict[Path, Standing] = {}
+
+    def watch(board: Sequence[Progress]) -> None:
+        for progress in board:
+            changed = before.get(progress.folder, progress.standing) is not progress.standing
+            before[progress.folder] = progress.standing
+            if changed and progress.standing is Standing.FAILED:
+                console.print(f"hesscale: {progress.folder}: {progress.error}", soft_wrap=True, highlight=False)
+            elif changed and progress.has_ended and not console.is_terminal:
+                console.print(f"{progress.standing}: {progress.folder}", soft_wrap=True, highlight=False)
+        live.update(_picture(board))
+
+    with Live(console=console, transient=True, refresh_per_second=4) as live:
+        yield watch
+
+
+def _picture(board: Sequence[Progress]) -> Group:
+    counts = Table(title=f"{sum(p.has_ended for p in board)} of {len(board)} runs", title_justify="left")
+    counts.add_column("optimizer")
+    for standing in Standing:
+        counts.add_column(standing, justify="right")
+    for name in dict.fromkeys(p.settings.optimizer for p in board):
+        tally = Counter(p.standing for p in board if p.settings.optimizer == name)
+        counts.add_row(name, *(str(tally[standing] or "") for standing in Standing))
+    running = Table(box=None)
+    for heading in ("running", "epoch", "validation loss"):
+        running.add_column(heading, justify="left" if heading == "running" else "right")
+    for p in board:
+        if p.standing is Standing.RUNNING:
+            loss = "" if p.valid_loss is None else f"{p.valid_loss:.4f}"
+            running.add_row(_describe(p.settings), f"{p.epoch or 0} of {p.settings.epochs}", loss)
+    return Group(counts, running)
+
+
+def _describe(settings: Settings) -> str:
+    betas = f" β {settings.beta1:g}, {settings.beta2:g}" if settings.beta1 or settings.beta2 else ""
+    return f"{settings.optimizer} α {power(settings.lr)}{betas} seed {settings.seed}"
+
+
+def _show(found: Sweep, task: str, out: Path) -> None:
+    rows, counts = [], set()
+    for name, best in found.chosen.items():
+        runs = [Run(p.folder) for p in found.repeated if p.settings.optimizer == name and p.has_ended]
+        histories = [history for history in map(read_history, runs) if history is not None]
+        if not histories:
+            continue
+        counts.add(len(histories))
+        losses, accuracies = ([h.values[f"test_{kind}"][-1] for h in histories] for kind in ("loss", "accuracy"))
+        betas = f"{best.beta1:g}, {best.beta2:g}" if best.beta1 or best.beta2 else ""
+        mean_area = f"{estimate([h.area for h in histories]).mean:.3f}"
+        rows.append((name, power(best.lr), betas, mean_area, plain(estimate(losses)), percent(estimate(accuracies))))
+    if rows:
+        seeds = " to ".join(str(count) for count in sorted({min(counts), max(counts)}))
+        table = Table(
+            title=f"{task}: chosen by the smallest area under the validation loss",
+            caption=f"after the last epoch: mean ± standard error over seeds ({seeds})",
+        )
+        show(table, ("optimizer", "α", "β₁, β₂", "area", "test loss", "accuracy %"), rows)
+    typer.echo(f"runs are in {out / task}; `hesscale report {out / task}` draws them")

@@ -1,0 +1,175 @@
+"""``hesscale train``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+import typer
+from rich.progress import Progress, TaskID
+from rich.table import Table
+
+from ..memory import keep_freed_memory
+from ..optimizers import OPTIMIZERS, best_settings
+from ..processes import Team
+from ..runs import OtherRunError, Run
+from ..tasks.archives import DataError
+from ..tasks.table import TASKS, parse_field, task_named
+from ..training import Settings, Watch, folder_of
+from ..training import train as train_one
+from .console import clear_errors, not_below, progress_bar, show, stop
+
+
+def train(
+    task: Annotated[str, typer.Argument(help=f"One of {', '.join(TASKS)}.")] = "digits",
+    optimizer: Annotated[str, typer.Option(help=f"One of {', '.join(OPTIMIZERS)}.")] = "AdaHesScale",
+    lr: Annotated[float | None, typer.Option(help="Step size [default: as the authors selected].")] = None,
+    beta1: Annotated[float | None, typer.Option(help="Of the average of gradients [default: likewise].")] = None,
+    beta2: Annotated[float | None, typer.Option(help="Of the average of curvature [default: likewise].")] = None,
+    seeds: Annotated[int | None, typer.Option(callback=not_below(1), help="Repeat with seeds 0, 1, 2 …")] = None,
+    seed: Annotated[int | None, typer.Option(callback=not_below(0), help="Only this seed [default: 0].")] = None,
+    epochs: Annotated[int | None, typer.Option(callback=not_below(0), help="[default: as in the paper]")] = None,
+    subset: Annotated[int | None, typer.Option(callback=not_below(1), help="Training images [default: all].")] = None,
+    field: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Another value for a field of the task, such as activation=relu, width=0.5, variant=deepobs."
+        ),
+    ] = None,
+    data: Annotated[Path | None, typer.Option(help="Folder with the data as torchvision lays it out.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder below which the runs go.")] = Path("runs/train"),
+    threads: Annotated[int, typer.Option(callback=not_below(1), help="Threads of torch.")] = 1,
+    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write TensorBoard's files too.")] = False,
+) -> None:
+    """Train a network on one of the paper's tasks, with the settings the authors selected unless others are given.
+
+    A run that was stopped or killed goes on where it was. Data that is not there is downloaded. Under torchrun the
+    processes share each batch.
+
+    \b
+    Examples:
+      hesscale train digits --optimizer AdaHesScale --seeds 3
+      hesscale train mnist-mlp --optimizer Adam --epochs 20 --data DIR
+      hesscale train cifar10-3c3d --optimizer SGD --field activation=relu --subset 5000
+      torchrun --nproc-per-node 2 -m hesscale_lab.cli train cifar100-allcnnc
+    """
+    wanted = [seed or 0] if seeds is None else list(range(seeds))
+    if seed is not None and seeds is not None:
+        stop("choose one of --seed and --seeds", code=2)
+    try:
+        fields = tuple(sorted(parse_field(text) for text in field or ()))
+        row, best = task_named(task).with_fields(fields), best_settings(task, optimizer)
+        one = {"lr": lr, "beta1": beta1, "beta2": beta2}
+        chosen = {name: getattr(best, name) if value is None else value for name, value in one.items()}
+        _refuse_bad_numbers(chosen)
+    except ValueError as error:
+        stop(str(error), code=2)
+    all_settings = [
+        Settings(task, optimizer, **chosen, seed=s, epochs=row.epochs if epochs is None else epochs, subset=subset,
+                 fields=fields)
+        for s in wanted
+    ]  # fmt: skip
+    torch.set_num_threads(threads)
+    keep_freed_memory()
+    with clear_errors(out), _one_line(), _processes() as team:
+        runs = _train_all(all_settings, out, team, data=data, tensorboard=tensorboard)
+        if team.is_first:
+            _show(all_settings, runs)
+
+
+def _refuse_bad_numbers(chosen: Mapping[str, float]) -> None:
+    if not chosen["lr"] > 0:
+        raise ValueError(f"--lr must be positive, not {chosen['lr']}")
+    for name in ("beta1", "beta2"):
+        if not 0 <= chosen[name] < 1:
+            raise ValueError(f"--{name} must be at least 0 and below 1, not {chosen[name]}")
+
+
+@contextmanager
+def _one_line() -> Iterator[None]:
+    """Data that cannot be used, or an extra that is not installed, in one line."""
+    try:
+        yield
+    except OtherRunError:
+        raise
+    except DataError as error:
+        stop(str(error), code=1)
+    except ValueError as error:
+        stop(str(error), code=2)
+    except ModuleNotFoundError as error:
+        stop(f"this needs {error.name}: pip install {error.name}", code=1)
+
+
+@contextmanager
+def _processes() -> Iterator[Team]:
+    """The processes that torchrun started, if it did."""
+    together = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if together:
+        dist.init_process_group("gloo")
+    try:
+        yield Team.current()
+    finally:
+        if together:
+            dist.destroy_process_group()
+
+
+def _train_all(
+    all_settings: Sequence[Settings], out: Path, team: Team, *, data: Path | None, tensorboard: bool
+) -> list[Run]:
+    progress = progress_bar()
+    progress.disable = not (team.is_first and progress.console.is_terminal)
+    with progress:
+        bar = progress.add_task(all_settings[0].task, total=None)
+        return [
+            train_one(
+                settings,
+                folder_of(settings, out),
+                data=data,
+                watch=_watch(progress, bar, settings),
+                tensorboard=tensorboard,
+            )
+            for settings in all_settings
+        ]
+
+
+def _watch(progress: Progress, bar: TaskID, settings: Settings) -> Watch:
+    def watch(now: Mapping[str, Any]) -> None:
+        steps = now["steps_per_epoch"]
+        progress.update(
+            bar,
+            total=settings.epochs * steps,
+            completed=(now["epoch"] - 1) * steps + now["step"],
+            description=f"seed {settings.seed}  epoch {now['epoch']}/{settings.epochs}  loss {now['loss']:.4f}  "
+            f"accuracy {now['accuracy']:.1%}  {1000 * now['seconds_per_step']:.1f} ms/step",
+        )
+
+    return watch
+
+
+def _show(all_settings: Sequence[Settings], runs: Sequence[Run]) -> None:
+    first = all_settings[0]
+    title = f"{first.task}, {first.optimizer}: lr {first.lr:g}, β₁ {first.beta1:g}, β₂ {first.beta2:g}"
+    headings = ("seed", "epochs", "train loss", "valid loss", "test loss", "test accuracy", "s/epoch")
+    rows = [_row(settings, run) for settings, run in zip(all_settings, runs, strict=True)]
+    show(Table(title=title), headings, rows)
+    typer.echo(f"wrote {runs[0].folder if len(runs) == 1 else runs[0].folder.parent}")
+
+
+def _row(settings: Settings, run: Run) -> tuple[str, ...]:
+    *epochs, end = run.records
+    reason = "" if end["reason"] == "finished" else f", then {end['reason']}"
+    if not epochs:
+        return str(settings.seed), f"0{reason}", *[""] * 5
+    last = epochs[-1]
+    return (
+        str(settings.seed),
+        f"{last['epoch']}{reason}",
+        *(f"{last[f'{part}_loss']:.4f}" for part in ("train", "valid", "test")),
+        f"{last['test_accuracy']:.2%}",
+        f"{last['seconds'] / last['epoch']:.2f}" if last["epoch"] else "",
+    )

@@ -1,0 +1,1 @@
+"""Figures, tables and one page about finished runs. A report reads run folders; it never trains."""

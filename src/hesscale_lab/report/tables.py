@@ -1,0 +1,140 @@
+"""The tables of a report, as rows of text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..runs import Run
+from ..studies.approximation_quality import STAGES, summarize
+from .collect import Experiment, Series, power
+from .estimate import Estimate
+from .paper import PaperCurve
+
+
+@dataclass(frozen=True)
+class Table:
+    """The first column is words, the others are numbers."""
+
+    title: str
+    headings: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    note: str = ""
+
+
+FINAL_HEADINGS = (
+    "optimizer",
+    "α",
+    "β₁, β₂",
+    "seeds",
+    "test accuracy %",
+    "best @ epoch",
+    "test loss",
+    "best @ epoch",
+    "area under valid. loss",
+    "s per epoch",
+)
+PAPER_HEADINGS = ("paper: accuracy %", "paper: loss")
+_NOTE = (
+    "Mean ± standard error over seeds. Best: of the mean over seeds, over all epochs. Seconds are of training alone, "
+    "without evaluations."
+)
+_BROKEN = (
+    " A run that became not finite counts from then on with its values before training, as in the authors' harness."
+)
+
+
+def final_table(experiment: Experiment, paper: Mapping[str, PaperCurve]) -> Table:
+    """One row per optimizer at its chosen setting, with standard errors; beside it the paper's values at that epoch."""
+    beside = {name: curve for name, curve in paper.items() if name in experiment.chosen}
+    broken = any(series.not_finite for series in experiment.chosen.values())
+    rows = []
+    for name, series in experiment.chosen.items():
+        count = (str(series.not_finite or ""),) if broken else ()
+        rows.append((*_final_row(series), *count, *(_paper_cells(beside.get(name), series.epochs) if beside else ())))
+    headings = (*FINAL_HEADINGS, *(("not finite",) if broken else ()), *(PAPER_HEADINGS if beside else ()))
+    note = _NOTE + (_BROKEN if broken else "")
+    if unfinished := sum(series.unfinished for series in experiment.series):
+        note += f" Runs still unfinished: {unfinished}."
+    if beside:
+        images = ", on all training images" if experiment.subset else ""
+        note += f" Paper: the authors' runs at the same epoch, at the setting they chose{images}."
+    return Table("Final results", headings, tuple(rows), note)
+
+
+def _final_row(series: Series) -> tuple[str, ...]:
+    return (
+        series.optimizer,
+        power(series.lr),
+        _betas(series),
+        str(len(series.seeds)) + (f" (at epoch {series.epochs})" if series.unfinished >= len(series.seeds) else ""),
+        percent(series.values["test_accuracy"][-1]),
+        _best(series, "test_accuracy"),
+        plain(series.values["test_loss"][-1]),
+        _best(series, "test_loss"),
+        plain(series.area, digits=2),
+        "" if math.isnan(series.seconds_per_epoch) else f"{series.seconds_per_epoch:.3g}",
+    )
+
+
+def _betas(series: Series) -> str:
+    return f"{series.beta1:g}, {series.beta2:g}" if series.beta1 or series.beta2 else ""
+
+
+def _best(series: Series, metric: str) -> str:
+    epoch, value = series.best(metric)
+    shown = f"{100 * value.mean:.2f}" if metric.endswith("accuracy") else f"{value.mean:.4f}"
+    return f"{shown} @ {epoch}"
+
+
+def _paper_cells(curve: PaperCurve | None, epoch: int) -> tuple[str, str]:
+    if curve is None or epoch > curve.epochs:
+        return "", ""
+    return percent(curve.values["test_accuracy"][epoch]), plain(curve.values["test_loss"][epoch])
+
+
+def plain(value: Estimate, *, digits: int = 4) -> str:
+    """mean ± standard error; the mean alone of a single seed."""
+    error = "" if math.isnan(value.error) else f" ± {value.error:.{digits}f}"
+    return f"{value.mean:.{digits}f}{error}"
+
+
+def percent(value: Estimate) -> str:
+    """The same, of a fraction, in per cent."""
+    return plain(Estimate(100 * value.mean, 100 * value.error), digits=2)
+
+
+def settings_table(experiment: Experiment) -> Table:
+    """Every setting of a search, best first for each optimizer."""
+    order = list(experiment.chosen)
+    series = sorted(experiment.series, key=lambda s: (order.index(s.optimizer), s.area.mean))
+    rows = tuple(
+        (
+            s.optimizer,
+            power(s.lr),
+            _betas(s),
+            str(len(s.seeds)),
+            plain(s.area, digits=2),
+            plain(s.values["test_loss"][-1]),
+            percent(s.values["test_accuracy"][-1]),
+            str(s.not_finite or ""),
+        )
+        for s in series
+    )
+    headings = ("optimizer", "α", "β₁, β₂", "seeds", "area under valid. loss", "test loss", "test accuracy %")
+    return Table("All settings", (*headings, "not finite"), rows)
+
+
+def quality_tables(run: Run) -> list[Table]:
+    """The errors of all estimates, if the run measured them."""
+    records = [record for record in run.records if record.get("kind") == "quality"]
+    tables = []
+    for stage in STAGES:
+        lines = summarize(records, stage) if records else []
+        rows = tuple((line.method, f"{line.error:.4g}", f"{line.relative:.2f}") for line in lines)
+        if rows:
+            tables.append(
+                Table(f"Distance from the exact diagonal, {stage}", ("method", "mean L1 error", "relative"), rows)
+            )
+    return tables

@@ -1,0 +1,131 @@
+"""Where data is: in a folder the user names, in the cache, or on the web, from where it is fetched and checked once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_MNIST = "https://ossci-datasets.s3.amazonaws.com/mnist"
+_CIFAR = "https://www.cs.toronto.edu/~kriz"
+
+
+@dataclass(frozen=True)
+class Archive:
+    """Files on the web, by name with their MD5 sums, and the folder below the data folder that they make."""
+
+    title: str
+    url: str
+    folder: str
+    needed: tuple[str, ...]  # what must be in the folder; with .gz counts too
+    checksums: Mapping[str, str]
+    packed: bool = False  # a tar file that makes the folder itself
+
+
+ARCHIVES: Mapping[str, Archive] = {
+    "mnist": Archive(
+        "MNIST",
+        _MNIST,
+        "MNIST/raw",
+        tuple(f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")),
+        {
+            "train-images-idx3-ubyte.gz": "f68b3c2dcbeaaa9fbdd348bbdeb94873",
+            "train-labels-idx1-ubyte.gz": "d53e105ee54ea40749a09fcbcd1e9432",
+            "t10k-images-idx3-ubyte.gz": "9fb629c4189551a2d022fa330f9573f3",
+            "t10k-labels-idx1-ubyte.gz": "ec29112dd5afa0611ce80d1b7f02629c",
+        },
+    ),
+    "cifar10": Archive(
+        "CIFAR-10",
+        _CIFAR,
+        "cifar-10-batches-py",
+        (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"),
+        {"cifar-10-python.tar.gz": "c58f30108f718f92721af3b95e74349a"},
+        packed=True,
+    ),
+    "cifar100": Archive(
+        "CIFAR-100",
+        _CIFAR,
+        "cifar-100-python",
+        ("train", "test"),
+        {"cifar-100-python.tar.gz": "eb9058c3a382ffc7106e4002c42a8d85"},
+        packed=True,
+    ),
+}
+
+Fetch = Callable[..., Any]
+"""pooch.retrieve, or what stands in for it."""
+
+
+def folder_with(name: str, folder: Path | None, *, fetch: Fetch | None = None) -> Path:
+    """The folder to read an archive from: the given one as it is; else the cache, filled by a download if need be."""
+    if folder is not None:
+        return folder
+    archive, place = ARCHIVES[name], cache()
+    if not is_there(archive, place):
+        download(archive, place, fetch=fetch)
+    return place
+
+
+def cache() -> Path:
+    """Where downloads are kept; HESSCALE_DATA names another place."""
+    named = os.environ.get("HESSCALE_DATA")
+    if named:
+        return Path(named)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hesscale"
+
+
+def is_there(archive: Archive, place: Path) -> bool:
+    """Whether all files of an archive are in this folder."""
+    inside = place / archive.folder
+    return all((inside / name).exists() or (inside / f"{name}.gz").exists() for name in archive.needed)
+
+
+def download(archive: Archive, place: Path, *, fetch: Fetch | None = None) -> None:
+    """Fetches the files of an archive into a folder, each checked by its MD5 sum before it counts."""
+    try:
+        fetch = fetch or _pooch()
+        target = place if archive.packed else place / archive.folder
+        for name, md5 in archive.checksums.items():
+            unpack = {"processor": _Unpack(place)} if archive.packed else {}
+            fetch(f"{archive.url}/{name}", known_hash=f"md5:{md5}", fname=name, path=target, **unpack)
+    except Exception as error:  # no network, no space, a wrong sum: the way out is the same
+        raise FileNotFoundError(f"cannot download {archive.title} ({_short(error)}): {_by_hand(archive)}") from error
+
+
+def _pooch() -> Fetch:
+    import pooch  # type: ignore[import-untyped, unused-ignore]
+
+    pooch.get_logger().setLevel("ERROR")
+    retrieve: Fetch = pooch.retrieve
+    return retrieve
+
+
+class _Unpack:
+    """A processor for pooch that unpacks a tar file where its reader expects it."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+
+    def __call__(self, path: str, action: str, pup: Any) -> str:
+        import tarfile
+
+        with tarfile.open(path) as tar:
+            tar.extractall(self.place, filter="data")
+        Path(path).unlink()  # as large as what was in it
+        return path
+
+
+def _short(error: Exception) -> str:
+    text = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return text if len(text) < 100 else f"{text[:97]}…"
+
+
+def _by_hand(archive: Archive) -> str:
+    files = " ".join(f"-O {archive.url}/{name}" for name in archive.checksums)
+    if archive.packed:
+        (name,) = archive.checksums
+        return f"run `mkdir -p data && cd data && curl -L {files} && tar xf {name}` and add --data data"
+    return f"run `mkdir -p data/{archive.folder} && cd data/{archive.folder} && curl -L {files}` and add --data data"

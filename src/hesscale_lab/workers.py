@@ -1,0 +1,242 @@
+"""Many trainings at once on Ray: one task per run, on this machine or on a cluster.
+
+Only folders travel: a worker trains in the run's folder, and the driver reads there how far it is. So nothing is lost
+with a worker, nor with the driver: the run goes on from its checkpoint, in a new worker or at the next call.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, fields
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from .histories import State, read_history
+from .memory import keep_freed_memory
+from .runs import CONFIG, Run, one_thread
+from .training import Settings, folder_of, is_finished, train
+
+RETRIES = 3
+"""How often the run of a lost worker (killed, out of memory, its machine gone) is taken up by another."""
+
+_BETWEEN_LOOKS, _TIMEOUT = 0.5, 10.0  # seconds
+_OBJECT_STORE = 100 * 2**20  # bytes; only paths and settings travel, and Ray would take a third of the memory
+_QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+
+Train = Callable[..., Any]
+
+
+class WorkersError(RuntimeError):
+    """Ray is missing or cannot be reached."""
+
+
+class Standing(StrEnum):
+    """How a run stands, in the order in which a run passes through."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+    NOT_FINITE = "not finite"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """One run among many."""
+
+    settings: Settings
+    folder: Path
+    standing: Standing
+    epoch: int | None = None
+    valid_loss: float | None = None
+    error: str | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether there is a result; a failed run has none."""
+        return self.standing in (Standing.FINISHED, Standing.NOT_FINITE)
+
+
+Watch = Callable[[Sequence[Progress]], None]
+
+
+def run_all(
+    settings: Sequence[Settings],
+    root: Path,
+    *,
+    data: Path | None = None,
+    address: str | None = None,
+    workers: int | None = None,
+    watch: Watch | None = None,
+    train: Train = train,
+) -> list[Progress]:
+    """How each of these runs ended, in their order. One that failed does not stop the others.
+
+    ``address``: a Ray cluster whose machines all see ``root`` and ``data`` at the same paths; without it the runs stay
+    here. ``workers``: how many run at once, else all cores. ``watch`` is told twice a second how all of them stand.
+    Finished runs are not touched, and if all are, Ray is not even started.
+    """
+    root, data = root.absolute(), data.absolute() if data else None  # a worker may be elsewhere
+    board = {one: standing_of(one, folder_of(one, root)) for one in settings}
+    tell = watch or (lambda progress: None)
+    tell(list(board.values()))
+    missing = [one for one, progress in board.items() if not progress.has_ended]
+    if missing:
+        with cluster(address, workers=workers) as room:
+            _run(missing, board, room, data=data, train=train, tell=tell)
+    return list(board.values())
+
+
+def _run(
+    missing: Sequence[Settings],
+    board: dict[Settings, Progress],
+    room: int,
+    *,
+    data: Path | None,
+    train: Train,
+    tell: Watch,
+) -> None:
+    """Hands out as many at a time as there is room for, so that what was handed out is what runs."""
+    import ray
+
+    remote = ray.remote(num_cpus=1, max_retries=RETRIES, retry_exceptions=False)(_work)
+    waiting = list(reversed(missing))
+    running: dict[Any, Settings] = {}
+    while waiting or running:
+        while waiting and len(running) < room:
+            one = waiting.pop()
+            running[remote.remote(train, one, board[one].folder, data)] = one
+        done, _ = ray.wait(list(running), timeout=_BETWEEN_LOOKS)
+        for reference in done:
+            one = running.pop(reference)
+            board[one] = _outcome(one, board[one].folder, _error_of(reference))
+        for one in running.values():
+            board[one] = standing_of(one, board[one].folder, otherwise=Standing.RUNNING)
+        tell(list(board.values()))
+
+
+def _work(train: Train, settings: Settings, folder: Path, data: Path | None) -> str | None:
+    """Trains, in a worker. An error comes back as one line: only a lost worker shall make Ray try again."""
+    keep_freed_memory()
+    with one_thread():
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with _alone(folder):
+                train(settings, folder, data=data)
+        except Exception as error:
+            text = " ".join(str(error).split())
+            return text if isinstance(error, OSError | ValueError) and text else f"{type(error).__name__}: {text}"
+    return None
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Waits for a worker that was given up for lost, or for another sweep, to let go of the folder."""
+    try:
+        import fcntl
+
+        place = os.open(folder, os.O_RDONLY)
+    except (ImportError, OSError):  # Windows has neither
+        yield
+        return
+    try:
+        with suppress(OSError):  # some network file systems lock no folders
+            fcntl.flock(place, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(place)
+
+
+def _error_of(reference: Any) -> str | None:
+    import ray
+
+    try:
+        error: str | None = ray.get(reference)
+    except ray.exceptions.RayError as lost:
+        return f"its worker was lost {RETRIES + 1} times ({type(lost).__name__})"
+    return error
+
+
+def _outcome(settings: Settings, folder: Path, error: str | None) -> Progress:
+    found = standing_of(settings, folder)
+    if error is None and found.has_ended:
+        return found
+    return Progress(settings, folder, Standing.FAILED, found.epoch, found.valid_loss, error or "it did not end")
+
+
+def standing_of(settings: Settings, folder: Path, *, otherwise: Standing = Standing.WAITING) -> Progress:
+    """How a run stands by what is in its folder; ``otherwise`` if it has not ended."""
+    run = Run(folder)
+    try:
+        if not (folder / CONFIG).exists() or settings_of(run.config) != settings:
+            return Progress(settings, folder, otherwise)
+        history = read_history(run)
+        if is_finished(run):
+            broke = history is None or history.state is State.NOT_FINITE
+            otherwise = Standing.NOT_FINITE if broke else Standing.FINISHED
+    except (ValueError, LookupError):  # not a run; training says what is wrong with it
+        return Progress(settings, folder, otherwise)
+    if history is None:
+        return Progress(settings, folder, otherwise)
+    return Progress(settings, folder, otherwise, history.epochs, history.values["valid_loss"][-1])
+
+
+def settings_of(config: Mapping[str, Any]) -> Settings:
+    """The settings that a run's config.json holds."""
+    known = {field.name: config[field.name] for field in fields(Settings)}
+    return Settings(**{**known, "fields": tuple(sorted(known["fields"].items()))})
+
+
+@contextmanager
+def cluster(address: str | None = None, *, workers: int | None = None) -> Iterator[int]:
+    """How many runs fit at once, with Ray started in here; a Ray that was there before is used and left as it is."""
+    ray = _ray()
+    if ray.is_initialized():
+        yield workers or _cores(ray)
+        return
+    try:
+        try:
+            _start(ray, address, workers)
+        except (OSError, RuntimeError, ValueError) as error:
+            where = f"cannot join a Ray cluster at {address}" if address else "Ray does not start"
+            # Ray says only that it failed to connect, even where it was turned away
+            hint = "; if it wants a token, set RAY_AUTH_MODE=token" if address else ""
+            raise WorkersError(f"{where}: {' '.join(str(error).split())}{hint}") from error
+        yield workers or _cores(ray)
+    finally:
+        ray.shutdown()
+
+
+def _start(ray: Any, address: str | None, workers: int | None) -> None:
+    quiet = {"logging_level": "ERROR", "log_to_driver": False}
+    if address:
+        _knock(address)
+        ray.init(address, **quiet)
+    else:  # "local" because without an address Ray would join whatever cluster RAY_ADDRESS names
+        local = {"num_cpus": workers, "include_dashboard": False, "object_store_memory": _OBJECT_STORE}
+        ray.init("local", **quiet, **local)
+
+
+def _knock(address: str) -> None:
+    """OSError if nobody listens there: Ray itself would try for minutes."""
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if colon and port.isdecimal():
+        socket.create_connection((host, int(port)), timeout=_TIMEOUT).close()
+
+
+def _cores(ray: Any) -> int:
+    return max(1, int(ray.cluster_resources().get("CPU", 1)))
+
+
+def _ray() -> Any:
+    for name, value in _QUIET.items():
+        os.environ.setdefault(name, value)
+    try:
+        import ray
+    except ModuleNotFoundError as error:
+        raise WorkersError("sweeps run on Ray, which is not installed: pip install 'hesscale[lab]'") from error
+    return ray

@@ -1,0 +1,253 @@
+"""Reports: numbers checked by hand, a page that is whole in itself, clear words about folders without runs."""
+
+from __future__ import annotations
+
+import json
+import math
+from base64 import b64decode
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from hesscale_lab.cli.report import report as report_command
+from hesscale_lab.plots import learning_curves, sensitivity
+from hesscale_lab.plots.colors import STYLES, styles
+from hesscale_lab.plots.learning_curves import Against
+from hesscale_lab.report.collect import Experiment, collect, power
+from hesscale_lab.report.estimate import Estimate, estimate
+from hesscale_lab.report.paper import paper_curves
+from hesscale_lab.report.tables import final_table, plain, settings_table
+
+from .made_up_runs import ADAM, cut_off, make_run, make_seeds
+
+MNIST = replace(ADAM, task="mnist-mlp")
+PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR42mNoAAAAggCBd81ytgAAAABJRU5ErkJggg=="
+VOID = {"meta", "img", "source", "br", "link", "hr", "input"}
+
+app = typer.Typer()
+app.command()(report_command)
+
+
+def report(*arguments: object) -> tuple[int, str]:
+    result = CliRunner().invoke(app, [*map(str, arguments)])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.stderr
+
+
+def only(root: Path) -> Experiment:
+    (experiment,) = collect([root]).experiments
+    return experiment
+
+
+class Page(HTMLParser):
+    """Checks that every element is closed in its turn, and gathers what the tests ask about."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def named(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.elements if name == tag]
+
+
+def test_means_and_standard_errors_by_hand(tmp_path: Path) -> None:
+    make_seeds(tmp_path, ADAM, [[2, 1, 1, 1], [2, 2, 1, 0.5], [2, 3, 1, 0]])
+    series = only(tmp_path).chosen["Adam"]
+    assert series.seeds == (0, 1, 2)
+    assert series.values["test_loss"][1] == (2, pytest.approx(1 / math.sqrt(3)))
+    assert series.values["test_loss"][3] == (0.5, pytest.approx(0.5 / math.sqrt(3)))
+    assert series.values["valid_accuracy"][3].mean == pytest.approx(0.95)
+    assert series.area == (5.5, pytest.approx(0.5 / math.sqrt(3)))  # 5, 5.5, 6
+    assert series.best("test_loss") == (3, series.values["test_loss"][3])
+    assert series.best("test_accuracy")[0] == 3
+    assert series.seconds == (0, 2, 4, 6)
+    assert series.seconds_per_epoch == 2
+
+
+def test_one_seed_has_no_standard_error(tmp_path: Path) -> None:
+    make_run(tmp_path, ADAM, [2, 1, 1, 0.5])
+    experiment = only(tmp_path)
+    value = experiment.chosen["Adam"].values["test_loss"][-1]
+    assert value.mean == 0.5
+    assert math.isnan(value.error)
+    assert plain(value) == "0.5000"
+    assert "±" not in " ".join(final_table(experiment, {}).rows[0])
+    learning_curves.draw(experiment, {})
+
+
+def test_runs_that_broke_count_with_their_first_values(tmp_path: Path) -> None:
+    make_run(tmp_path, ADAM, [2, 1, 1, 0.5])
+    make_run(tmp_path, replace(ADAM, seed=1), [2, 1], end="not finite")
+    experiment = only(tmp_path)
+    series = experiment.chosen["Adam"]
+    assert series.not_finite == 1
+    assert series.values["test_loss"][-1].mean == (0.5 + 2) / 2
+    assert series.area.mean == (4.5 + 7) / 2
+    assert series.seconds == (0, 2, 4, 6)  # of the run that came so far
+    table = final_table(experiment, {})
+    assert table.headings[-1] == "not finite"
+    assert table.rows[0][-1] == "1"
+
+
+def test_all_seeds_may_break(tmp_path: Path) -> None:
+    make_run(tmp_path, ADAM, [2], end="not finite")
+    make_run(tmp_path, replace(ADAM, lr=1.0), [2, math.nan], end=None)
+    experiment = only(tmp_path)
+    assert all(series.not_finite == 1 for series in experiment.series)
+    assert final_table(experiment, {}).rows[0][9] == ""  # no epoch, no seconds per epoch
+    for against in Against:
+        learning_curves.draw(experiment, {}, against=against)
+    sensitivity.draw(experiment)
+
+
+def test_unfinished_runs_wait_for_their_end(tmp_path: Path) -> None:
+    make_run(tmp_path, ADAM, [2, 1, 1, 1])
+    cut_off(make_run(tmp_path, replace(ADAM, seed=1), [2, 1], end=None))
+    series = only(tmp_path).chosen["Adam"]
+    assert (series.seeds, series.unfinished, series.epochs) == ((0,), 1, 3)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    collect([tmp_path])
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_unfinished_runs_alone_are_shown_as_far_as_all_came(tmp_path: Path) -> None:
+    for seed, losses in enumerate(([2, 1, 1], [2, 1])):
+        make_run(tmp_path, replace(ADAM, seed=seed), losses, end=None)
+    series = only(tmp_path).chosen["Adam"]
+    assert (series.seeds, series.unfinished, series.epochs) == ((0, 1), 2, 1)
+
+
+def test_runs_of_other_lengths_or_data_are_other_experiments(tmp_path: Path) -> None:
+    for settings in (ADAM, replace(ADAM, epochs=2), replace(ADAM, subset=500), replace(ADAM, fields=(("width", 0.5),))):
+        make_run(tmp_path, settings, [2, 1, 1])
+    experiments = collect([tmp_path, tmp_path]).experiments  # a folder named twice counts once
+    assert [e.title for e in experiments] == [
+        "digits, 2 epochs",
+        "digits, 3 epochs",
+        "digits, 3 epochs, 500 training images",
+        "digits, 3 epochs, width 0.5",
+    ]
+    assert len({e.name for e in experiments}) == 4
+    assert all(len(e.series[0].seeds) == 1 for e in experiments)
+
+
+def test_most_seeds_are_chosen_then_the_smallest_area(tmp_path: Path) -> None:
+    make_run(tmp_path, replace(ADAM, lr=1e-1), [2, 0, 0, 0])
+    make_seeds(tmp_path, replace(ADAM, lr=1e-2), [[2, 1, 1, 1]] * 2)
+    make_seeds(tmp_path, replace(ADAM, lr=1e-3), [[2, 1, 1, 0.5]] * 2)
+    experiment = only(tmp_path)
+    assert experiment.chosen["Adam"].lr == 1e-3
+    assert experiment.is_search
+    assert [row[1] for row in settings_table(experiment).rows] == ["1e-1", "1e-3", "1e-2"]
+
+
+def test_estimates() -> None:
+    assert estimate([1.0, 3.0]) == Estimate(2.0, 1.0)
+    assert [power(value) for value in (1e-4, 0.1, 1.0, 10.0, 3e-4, 0.0)] == ["1e-4", "1e-1", "1", "1e1", "0.0003", "0"]
+
+
+def test_optimizers_keep_their_colors() -> None:
+    assert len({color for color, _ in STYLES.values()}) == len(STYLES)
+    found = styles(["New", "SGD", "AdaHesScale"])
+    assert list(found) == ["AdaHesScale", "SGD", "New"]
+    assert found["SGD"] == STYLES["SGD"]
+
+
+def test_the_papers_curves() -> None:
+    mnist = paper_curves("mnist-mlp")
+    assert set(mnist) == set(STYLES)
+    ours = mnist["AdaHesScale"]
+    assert (ours.lr, ours.beta1, ours.beta2, ours.seeds, ours.epochs) == (1e-4, 0.0, 0.9999, 30, 100)
+    assert ours.values["test_accuracy"][100].mean == pytest.approx(0.9818, abs=5e-5)
+    assert ours.values["test_accuracy"][100].error == pytest.approx(1e-4, rel=0.5)
+    area = sum(value.mean for value in ours.values["valid_loss"])
+    assert area == pytest.approx(10.989, abs=2e-3)
+    lengths = {
+        task: paper_curves(task)["Adam"].epochs for task in ("cifar10-3c3d", "cifar100-3c3d", "cifar100-allcnnc")
+    }
+    assert lengths == {"cifar10-3c3d": 100, "cifar100-3c3d": 200, "cifar100-allcnnc": 350}
+    assert "BL89" not in paper_curves("cifar100-3c3d")
+    assert paper_curves("digits") == {}
+
+
+def test_the_paper_stands_beside_ours_at_the_same_epoch(tmp_path: Path) -> None:
+    make_run(tmp_path, MNIST, [2, 1, 1, 0.5])
+    row = final_table(only(tmp_path), paper_curves("mnist-mlp")).rows[0]
+    assert row[-2].startswith(f"{100 * paper_curves('mnist-mlp')['Adam'].values['test_accuracy'][3].mean:.2f} ± ")
+
+
+def test_the_page_needs_nothing_else(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    for lr in (1e-3, 1e-2):
+        make_seeds(runs, replace(MNIST, lr=lr), [[2, 1, 1, lr], [2, 1.1, 1, 0.5]])
+    make_run(runs, replace(MNIST, optimizer="SGD", beta2=0.0), [2, 1], end="not finite")
+    study = runs / "quality"
+    study.mkdir()
+    (study / "config.json").write_text(json.dumps({"command": "hesscale quality", "title": "a <b> & c"}))
+    (study / "quality.png").write_bytes(b64decode(PIXEL))
+    (runs / "broken").mkdir()
+    (runs / "broken" / "config.json").write_text("{")
+    out = tmp_path / "new" / "report"
+    code, complaint = report(runs, "--out", out)
+    assert code == 0
+    assert complaint.startswith(f"hesscale: left out {runs / 'broken'}: not readable as a run")
+    assert complaint.count("\n") == 1
+    names = [f"mnist-mlp-e3-{name}" for name in ("epochs", "seconds", "sensitivity")]
+    assert {path.name for path in out.iterdir()} == {
+        "report.html",
+        *(f"{name}.{kind}" for name in names for kind in ("png", "svg")),
+    }
+    text = (out / "report.html").read_text()
+    page = Page(text)
+    images = page.named("img")
+    assert len(images) == 4
+    assert all((image["src"] or "").startswith("data:image/png;base64,iVBOR") and image["alt"] for image in images)
+    assert all((source["srcset"] or "").startswith("data:image/png;base64,") for source in page.named("source"))
+    assert "http:" not in text
+    assert "https:" not in text
+    assert not page.named("script")
+    assert not page.named("link")
+    anchors = {attributes["id"] for attributes in page.named("section")}
+    assert {f"#{anchor}" for anchor in anchors} == {link["href"] for link in page.named("a")}
+    assert "a &lt;b&gt; &amp; c" in text
+    assert "hesscale train mnist-mlp --optimizer Adam" in text
+    assert "torch 2" in text
+    assert "prefers-color-scheme: dark" in text
+
+
+def test_folders_without_runs_are_one_sentence(tmp_path: Path) -> None:
+    code, complaint = report(tmp_path, "--out", tmp_path / "report")
+    assert code == 1
+    assert (
+        complaint == f"hesscale: no run to report on in {tmp_path}: `hesscale train` and `hesscale sweep` make them\n"
+    )
+    code, complaint = report(tmp_path / "nowhere", "--out", tmp_path / "report")
+    assert code == 2
+    assert complaint == f"hesscale: {tmp_path / 'nowhere'} is not a folder\n"
+    assert not (tmp_path / "report").exists()
+
+
+def test_a_report_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
+    make_run(tmp_path / "runs", ADAM, [2, 1, 1, 1])
+    (tmp_path / "taken").write_text("a file, not a folder")
+    code, complaint = report(tmp_path / "runs", "--out", tmp_path / "taken")
+    assert code == 1
+    assert complaint.startswith(f"hesscale: cannot write to {tmp_path / 'taken'}: ")
+    assert complaint.count("\n") == 1

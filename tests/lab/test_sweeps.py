@@ -1,0 +1,206 @@
+"""Sweeps: what is tried, what is chosen, and that runs survive their workers."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from hesscale_lab.cli.sweep import sweep as sweep_command
+from hesscale_lab.sweeps import area, choose, grid, repeats, run_all, settings_of, sweep
+from hesscale_lab.training import Settings, folder_of
+from hesscale_lab.workers import Progress, Standing, WorkersError, cluster
+
+from .made_up_runs import ADAM, cut_off, make_run, make_seeds
+
+
+def test_the_grid_is_the_papers() -> None:
+    adam = grid("mnist-mlp", "Adam", epochs=100)
+    assert len(adam) == 5 * 2 * 3
+    assert {(s.lr, s.beta1, s.beta2) for s in adam} >= {(1e-5, 0.0, 0.99), (1e-1, 0.9, 0.9999)}
+    assert {s.lr for s in grid("mnist-mlp", "BL89", epochs=1)} >= {1e-6}
+    assert {(s.beta1, s.beta2) for s in grid("cifar100-3c3d", "Adam", epochs=1)} == {(0.9, 0.999)}
+
+
+def test_sgd_has_no_betas_to_search() -> None:
+    settings = grid("mnist-mlp", "SGD", epochs=1)
+    assert [(s.lr, s.beta1, s.beta2) for s in settings] == [(10.0**e, 0.0, 0.0) for e in range(-5, 0)]
+
+
+def test_values_can_be_given() -> None:
+    settings = grid("digits", "Adam", epochs=2, lrs=[0.1], beta1s=[0.5], beta2s=[0.9, 0.9], subset=64, seed=7)
+    assert settings == [Settings("digits", "Adam", 0.1, 0.5, 0.9, seed=7, epochs=2, subset=64)]
+
+
+def test_the_area_is_the_sum_over_epochs(tmp_path: Path) -> None:
+    run = make_run(tmp_path, ADAM, [2.0, 1.0, 0.5, 0.25])
+    assert area(run) == 3.75
+
+
+@pytest.mark.parametrize("losses", [[2.0, 1.0], [2.0, 1.0, math.nan], [2.0, 1.0, math.inf, 0.5]])
+def test_a_run_that_broke_goes_on_with_its_first_loss(losses: list[float], tmp_path: Path) -> None:
+    run = make_run(tmp_path, ADAM, losses, end="not finite")
+    assert area(run) == 2.0 + 1.0 + 2.0 + 2.0
+
+
+def test_an_unfinished_run_has_no_area(tmp_path: Path) -> None:
+    run = make_run(tmp_path, ADAM, [2.0, 1.0], end=None)
+    cut_off(run)
+    with pytest.raises(ValueError, match="has not ended"):
+        area(run)
+
+
+def test_the_smallest_mean_area_is_chosen(tmp_path: Path) -> None:
+    lucky, steady = ADAM, replace(ADAM, lr=1e-2)
+    runs = make_seeds(tmp_path, lucky, [[2, 0.1, 0.1, 0.1], [2, 2, 2, 2]])
+    runs += make_seeds(tmp_path, steady, [[2, 1, 1, 0], [2, 1, 1, 0]])
+    assert choose(runs) == steady
+    assert choose(runs[:1] + runs[2:]) == lucky
+    with pytest.raises(ValueError, match="no run"):
+        choose([])
+
+
+def test_settings_come_back_from_a_run(tmp_path: Path) -> None:
+    settings = replace(ADAM, subset=100, fields=(("activation", "relu"), ("width", 0.5)), seed=3)
+    assert settings_of(make_run(tmp_path, settings, [1.0]).config) == settings
+
+
+def test_repeats_begin_with_the_seed_of_the_search() -> None:
+    assert [one.seed for one in repeats(ADAM, 3)] == [0, 1, 2]
+    assert repeats(ADAM, 1) == [ADAM]
+
+
+def test_a_failed_run_is_not_chosen_from(tmp_path: Path) -> None:
+    good, bad = ADAM, replace(ADAM, lr=1.0)
+    make_run(tmp_path, good, [2, 1, 1, 1])
+    asked: list[Sequence[Settings]] = []
+
+    def run(settings: Sequence[Settings]) -> list[Progress]:
+        asked.append(settings)
+        return [
+            Progress(one, folder_of(one, tmp_path), Standing.FAILED if one == bad else Standing.FINISHED)
+            for one in settings
+        ]
+
+    found = sweep([bad, good], seeds=2, run=run)
+    assert found.chosen == {"Adam": good}
+    assert asked == [[bad, good], repeats(good, 2)]
+    assert [progress.settings for progress in found.failed] == [bad]
+
+
+def test_finished_runs_need_no_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_run(tmp_path, ADAM, [2, 1, 1, 1])
+    monkeypatch.setitem(sys.modules, "ray", None)
+    (found,) = run_all([ADAM], tmp_path)
+    assert (found.standing, found.epoch, found.valid_loss) == (Standing.FINISHED, 3, 1)
+
+
+def test_missing_ray_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(WorkersError, match=r"pip install 'hesscale\[lab\]'"):
+        run_all([ADAM], tmp_path)
+
+
+def test_a_cluster_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(WorkersError, match=r"cannot join a Ray cluster at 127.0.0.1:1: .*refused"):
+        run_all([ADAM], tmp_path, address="127.0.0.1:1")
+
+
+LRS = {"fine": 1e-1, "dies once": 1e-2, "raises": 1e-3, "breaks": 1e-4, "done before": 1e-5}
+RUNS = {what: replace(ADAM, lr=lr) for what, lr in LRS.items()}
+
+
+def made_up_training(calls: Path) -> Callable[..., None]:
+    """Takes the place of training; what it does depends on the step size. Each call leaves a file."""
+    lrs, make = LRS, make_run  # a worker gets this function by value and does not know this file
+
+    def train(settings: Settings, folder: Path, *, data: Path | None) -> None:
+        import torch
+
+        before = len(list(calls.glob(f"{settings.lr}-*")))
+        (calls / f"{settings.lr}-{before}").write_text(f"{torch.get_num_threads()} {data}")
+        if settings.lr == lrs["raises"]:
+            raise ArithmeticError("two\nlines")
+        if settings.lr == lrs["dies once"] and not before:
+            os._exit(1)
+        broke = settings.lr == lrs["breaks"]
+        make(
+            folder,
+            settings,
+            [2, 1] if broke else [2, 1, 1, 1],
+            end="not finite" if broke else "finished",
+            folder=folder,
+        )
+
+    return train
+
+
+@pytest.fixture(scope="module")
+def two_workers() -> Iterator[None]:
+    with cluster(workers=2) as room:
+        assert room == 2
+        yield
+
+
+def test_runs_survive_their_workers(two_workers: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("calls").mkdir()
+    root, boards = Path("runs"), []
+    make_run(root, RUNS["done before"], [2, 1, 1, 1])
+    train = made_up_training(tmp_path / "calls")
+    found = run_all([*RUNS.values()], root, data=Path("data"), workers=2, watch=boards.append, train=train)
+    standings = dict(zip(RUNS, (progress.standing for progress in found), strict=True))
+    assert standings == {
+        "fine": Standing.FINISHED,
+        "dies once": Standing.FINISHED,
+        "raises": Standing.FAILED,
+        "breaks": Standing.NOT_FINITE,
+        "done before": Standing.FINISHED,
+    }
+    calls = {path.name: path.read_text() for path in Path("calls").iterdir()}
+    assert set(calls) == {"0.1-0", "0.01-0", "0.01-1", "0.001-0", "0.0001-0"}
+    assert set(calls.values()) == {f"1 {tmp_path / 'data'}"}
+    assert found[2].error == "ArithmeticError: two lines"
+    assert found[2].folder == folder_of(RUNS["raises"], tmp_path / "runs")
+    assert [progress.standing for progress in boards[0]] == [Standing.WAITING] * 4 + [Standing.FINISHED]
+    assert boards[-1] == found
+
+
+app = typer.Typer()
+app.command()(sweep_command)
+
+
+@pytest.mark.parametrize(
+    "arguments, complaint",
+    [
+        (["nothing"], "unknown task 'nothing': choose among digits"),
+        (["digits", "--optimizers", "Adam,Foo"], "unknown optimizer 'Foo': choose among SGD"),
+        (["digits", "--optimizers", ","], "--optimizers names none"),
+        (["digits", "--lrs", "a,b"], "--lrs takes numbers with commas between them, not 'a,b'"),
+        (["digits", "--lrs", "1e-3,0"], "--lrs must be above 0"),
+        (["digits", "--beta2s", "1"], "--beta2s must be at least 0 and below 1"),
+        (["digits", "--seeds", "0"], "--seeds must be at least 1"),
+    ],
+)
+def test_bad_input_is_one_line(arguments: list[str], complaint: str, tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, [*arguments, "--out", str(tmp_path / "runs")])
+    assert result.exit_code == 2
+    assert complaint in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_command_reads_what_is_finished_and_shows_the_choice(tmp_path: Path) -> None:
+    for lr, last in ((1e-3, 1.0), (1e-2, 0.5)):
+        make_seeds(tmp_path, replace(ADAM, lr=lr), [[2, 1, 1, last], [2, 1, 1, last]])
+    options = ["--optimizers", "Adam", "--lrs", "1e-3,1e-2", "--beta1s", "0", "--beta2s", "0.999", "--epochs", "3"]
+    result = CliRunner().invoke(app, ["digits", *options, "--seeds", "2", "--out", str(tmp_path)])
+    assert result.exit_code == 0
+    assert "│ 1e-2 │ 0, 0.999 │ 4.500 │ 0.5000 ± 0.0000 │ 95.00 ± 0.00 │" in result.stdout

@@ -1,0 +1,109 @@
+"""The command ``hesscale train``: what it prints, what it refuses and how."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+from hesscale_lab.cli.train import train
+from hesscale_lab.tasks import download
+
+from .small_archives import write_mnist
+
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
+app.command()(train)
+
+
+def command(*arguments: object) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, list(map(str, arguments)), env={"COLUMNS": "120"})
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_it_trains_each_seed_and_prints_a_table(tmp_path: Path) -> None:
+    code, printed, _ = command(
+        "digits", "--optimizer", "SGD", "--seeds", 2, "--epochs", 1, "--field", "activation=relu", "--out", tmp_path
+    )
+    assert code == 0
+    assert "digits, SGD: lr 0.3" in printed
+    folders = sorted((tmp_path / "digits" / "SGD" / "lr3e-01-b0-b0-e1-activation=relu").iterdir())
+    assert [folder.name for folder in folders] == ["seed0", "seed1"]
+    config = json.loads((folders[1] / "config.json").read_text())
+    assert (config["seed"], config["fields"], config["kind"]) == (1, {"activation": "relu"}, "train")
+    assert config["command"].endswith("--seed 1 --epochs 1 --field activation=relu")
+
+
+def test_a_run_that_is_stopped_says_so(tmp_path: Path) -> None:
+    code, printed, _ = command("digits", "--optimizer", "SGD", "--lr", 1e38, "--epochs", 2, "--out", tmp_path)
+    assert code == 0
+    assert "not finite" in printed
+
+
+@pytest.mark.parametrize(
+    "arguments, complaint",
+    [
+        (("foo",), "unknown task 'foo': choose among digits, mnist-mlp"),
+        (("digits", "--optimizer", "Foo"), "unknown optimizer 'Foo': choose among SGD, Adam"),
+        (("digits", "--field", "foo=1"), "unknown field 'foo': choose among variant"),
+        (("digits", "--field", "activation"), "a field is given as name=value"),
+        (("digits", "--lr", -1), "--lr must be positive, not -1.0"),
+        (("digits", "--beta2", 1), "--beta2 must be at least 0 and below 1, not 1.0"),
+        (("digits", "--seeds", 0), "--seeds must be at least 1, not 0"),
+        (("digits", "--seeds", 2, "--seed", 1), "choose one of --seed and --seeds"),
+        (("digits", "--subset", 5000), "there are 1200 training images, not 5000"),
+    ],
+)
+def test_wrong_input_is_one_line_and_code_2(arguments: tuple[object, ...], complaint: str, tmp_path: Path) -> None:
+    code, printed, said = command(*arguments, "--out", tmp_path)
+    assert (code, printed) == (2, "")
+    assert said.startswith(f"hesscale: {complaint}")
+    assert said.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_written_is_one_line_and_code_1(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("a file, not a folder")
+    code, _, said = command("digits", "--out", tmp_path / "taken")
+    assert code == 1
+    assert said.startswith("hesscale: cannot write to ")
+    assert said.count("\n") == 1
+
+
+def test_data_that_cannot_be_had_is_one_line_and_code_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def offline(url: str, **more: object) -> None:
+        raise OSError("no network")
+
+    monkeypatch.setenv("HESSCALE_DATA", str(tmp_path / "cache"))
+    monkeypatch.setattr(download, "_pooch", lambda: offline)
+    write_mnist(tmp_path / "damaged", 3)
+    (tmp_path / "damaged" / "MNIST" / "raw" / "t10k-labels-idx1-ubyte.gz").write_bytes(b"\x1f\x8b")
+    for options, complaint in (
+        ((), "cannot download MNIST (no network): run `mkdir -p data/MNIST/raw"),
+        (("--data", tmp_path), f"{tmp_path / 'MNIST' / 'raw'}"),
+        (("--data", tmp_path / "damaged"), f"{tmp_path / 'damaged'}"),
+    ):
+        code, _, said = command("mnist-mlp", *options, "--out", tmp_path / "run")
+        assert code == 1
+        assert said.startswith(f"hesscale: {complaint}")
+        assert said.count("\n") == 1
+
+
+def test_help_shows_examples() -> None:
+    code, printed, _ = command("--help")
+    assert code == 0
+    assert "hesscale train digits --optimizer AdaHesScale --seeds 3" in printed
+
+
+def test_threads_are_set_as_asked(tmp_path: Path) -> None:
+    threads = torch.get_num_threads()
+    try:
+        assert command("digits", "--epochs", 0, "--threads", 2, "--out", tmp_path)[0] == 0
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)

@@ -1,0 +1,174 @@
+"""The loop: repeatable bit for bit, also after a kill; what stops it; what is kept; two processes as one."""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.multiprocessing import spawn
+
+from hesscale_lab import batches, checkpoints, training
+from hesscale_lab.runs import OtherRunError, Run
+from hesscale_lab.training import Settings, folder_of, is_finished, train
+
+SMALL = Settings("digits", "AdaHesScale", 0.01, 0.9, 0.999, seed=0, epochs=2, subset=96)
+
+
+def measured(run: Run) -> list[dict[str, Any]]:
+    """The records without the time they took."""
+    return [{key: value for key, value in record.items() if key != "seconds"} for record in run.records]
+
+
+@pytest.mark.parametrize("name", ["AdaHesScale", "GGNMC", "AdaHessian", "Adam"])
+def test_the_same_seed_gives_the_same_run(name: str, tmp_path: Path) -> None:
+    runs = []
+    for noise in (1, 2):
+        torch.manual_seed(noise)  # the global generator plays no part
+        runs.append(measured(train(replace(SMALL, optimizer=name), tmp_path / str(noise))))
+    assert runs[0] == runs[1]
+    other = measured(train(replace(SMALL, optimizer=name, seed=1), tmp_path / "other"))
+    assert other[-2]["test_loss"] != runs[0][-2]["test_loss"]
+
+
+def test_what_a_run_leaves_behind(tmp_path: Path) -> None:
+    seen: list[Any] = []
+    run = train(SMALL, tmp_path, watch=seen.append)
+    *epochs, end = run.records
+    assert [record["epoch"] for record in epochs] == [0, 1, 2]
+    assert [record["steps"] for record in epochs] == [0, 3, 6]
+    assert all(0 < record[f"{part}_loss"] < 4 for record in epochs for part in ("train", "valid", "test"))
+    assert all(0 <= record[f"{part}_accuracy"] <= 1 for record in epochs for part in ("train", "valid", "test"))
+    assert epochs[0]["seconds"] == 0 < epochs[1]["seconds"] < epochs[2]["seconds"]
+    assert end == {"kind": "end", "reason": "finished", "epoch": 2, "step": 6}
+    assert {path.name for path in tmp_path.iterdir()} == {"config.json", "environment.json", "metrics.jsonl"}
+    assert run.config["command"] == (
+        "hesscale train digits --optimizer AdaHesScale --lr 0.01 --beta1 0.9 --beta2 0.999 "
+        "--seed 0 --epochs 2 --subset 96"
+    )
+    assert {"epoch", "step", "steps_per_epoch", "loss", "accuracy", "seconds_per_step"} <= set(seen[-1])
+    assert (seen[-1]["epoch"], seen[-1]["step"], seen[-1]["steps_per_epoch"]) == (2, 3, 3)
+
+
+def test_a_finished_run_returns_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = measured(train(SMALL, tmp_path))
+    monkeypatch.setattr(training, "load_data", lambda *more, **options: pytest.fail("nothing needs to be read"))
+    assert measured(train(SMALL, tmp_path)) == before
+    with pytest.raises(OtherRunError, match="holds a run with other"):
+        train(replace(SMALL, lr=0.02), tmp_path)
+
+
+def test_losses_include_the_l2_term_and_curvature_does_not(tmp_path: Path) -> None:
+    plain, decayed = (
+        train(replace(SMALL, epochs=0, fields=fields), tmp_path / str(len(fields))).records[0]
+        for fields in ((), (("weight_decay", 0.1),))
+    )
+    model = training.task_named("digits").make(batches.generator_for(0, "weights"))
+    squares = sum(float(p.detach().double().square().sum()) for p in model.parameters() if p.dim() > 1)
+    assert decayed["test_loss"] - plain["test_loss"] == pytest.approx(0.05 * squares)
+
+
+SLOW = """
+import sys, time
+from pathlib import Path
+from hesscale_lab.training import Settings, train
+train(Settings(*eval(sys.argv[1])), Path(sys.argv[2]), watch=lambda progress: time.sleep(0.3))
+"""
+
+
+def test_a_killed_run_goes_on_to_the_same_numbers(tmp_path: Path) -> None:
+    settings = replace(SMALL, optimizer="GGNMC", epochs=4)
+    values = repr(tuple(vars(settings).values()))
+    process = subprocess.Popen([sys.executable, "-c", SLOW, values, str(tmp_path / "killed")])
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and len(Run(tmp_path / "killed").records) < 3:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    killed = Run(tmp_path / "killed")
+    assert len(killed.records) >= 3 and not is_finished(killed)
+    with (killed.folder / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "epoch", "epoch": 4, "test_loss": 0}\n{"kind": "ep')  # after the checkpoint; half a line
+    assert measured(train(settings, killed.folder)) == measured(train(settings, tmp_path / "whole"))
+
+
+def test_a_value_that_is_not_finite_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGD runs into it in the loss; the template refuses the step."""
+    run = train(replace(SMALL, optimizer="SGD", lr=1e38), tmp_path / "SGD")
+    assert run.records[-1]["kind"] == "end" and run.records[-1]["reason"] == "not finite"
+    assert (run.records[-1]["epoch"], len(run.records)) == (1, 2)
+    assert is_finished(run) and not (run.folder / checkpoints.NAME).exists()
+
+    def poisoned(optimizer: torch.optim.Optimizer, loss: Tensor, **more: Any) -> None:
+        backward(optimizer, loss, **more)
+        optimizer.param_groups[0]["params"][0].grad.fill_(math.nan)
+
+    backward = training.backward
+    monkeypatch.setattr(training, "backward", poisoned)
+    run = train(SMALL, tmp_path / "AdaHesScale")
+    assert run.records[-1] == {"kind": "end", "reason": "not finite", "epoch": 1, "step": 0}
+
+
+def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = []
+
+    def full(file: int) -> None:
+        written.append(file)
+        if len(written) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        train(SMALL, tmp_path / "full")
+    assert not list((tmp_path / "full").glob("*.new"))
+    assert measured(train(SMALL, tmp_path / "full")) == measured(train(SMALL, tmp_path / "whole"))
+
+
+def test_a_damaged_checkpoint_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / checkpoints.NAME).write_bytes(b"PK half of it")
+    with pytest.raises(OSError, match=r"checkpoint\.pt is damaged: delete it"):
+        train(SMALL, tmp_path)
+
+
+def test_everything_that_differs_changes_the_folder() -> None:
+    root = Path("root")
+    first = Settings("mnist-mlp", "AdaHesScale", 1e-4, 0.0, 0.9999, seed=0, epochs=20)
+    assert folder_of(first, root) == root / "mnist-mlp/AdaHesScale/lr1e-04-b0-b0.9999-e20/seed0"
+    others = [
+        replace(first, task="digits"),
+        replace(first, optimizer="Adam"),
+        replace(first, lr=1.04e-4),
+        replace(first, beta1=0.9),
+        replace(first, beta2=0.99990000001),
+        replace(first, seed=1),
+        replace(first, epochs=2),
+        replace(first, subset=5000),
+        replace(first, fields=(("activation", "relu"),)),
+    ]
+    assert len({folder_of(settings, root) for settings in (first, *others)}) == 10
+
+
+def in_two_processes(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'meeting'}", rank=rank, world_size=2)
+    train(SMALL, folder / "two")
+    dist.destroy_process_group()
+
+
+def test_two_processes_train_as_one(tmp_path: Path) -> None:
+    spawn(in_two_processes, (tmp_path,), nprocs=2)
+    two, one = measured(Run(tmp_path / "two")), measured(train(SMALL, tmp_path / "one"))
+    assert two[-1] == one[-1]
+    for a, b in zip(two[:-1], one[:-1], strict=True):
+        assert [*a.values()][1:] == pytest.approx([*b.values()][1:], rel=1e-4)
