@@ -8,13 +8,17 @@ READY := $(VENV)/.ready
 .PHONY: help demo test format clean
 
 help:
-	@echo "make demo    measure all estimators against the exact Hessian diagonal: tables and figures"
+	@echo "make demo    train on digits, measure estimators against the exact Hessian diagonal, and report both as a page"
 	@echo "make test    formatting, lint, types and tests"
 	@echo "make format  rewrite the sources in the house format"
 	@echo "make clean   remove the virtual environment and all caches"
 
 demo: $(READY)
-	$(BIN)/hesscale quality --quick
+	for name in SGD Adam AdaHessian AdaHesScaleGN AdaHesScale; do \
+	  $(BIN)/hesscale train digits --optimizer $$name --seeds 3 --out runs/demo/train || exit 1; \
+	done
+	$(BIN)/hesscale quality --quick --out runs/demo/quality
+	$(BIN)/hesscale report runs/demo --out runs/demo/report
 
 test: $(READY)
 	$(BIN)/ruff format --check .

@@ -12,7 +12,7 @@ from .calculus import added
 from .families import Coupled, Elementwise, Pair, Ratio, Selection, of_ratio, signed
 from .table import register
 
-register(of_ratio(1, -2), "SigmoidBackward0")
+register(of_ratio(1, -2, torch.ops.aten.sigmoid_backward.grad_input), "SigmoidBackward0")
 
 
 def log_sigmoid(node: Any) -> Pair:

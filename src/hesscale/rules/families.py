@@ -97,13 +97,15 @@ class Elementwise(Rule):
     ``derivatives(node)`` gives (f', f''), or one such pair per input. f'' None or 0 is zero. For one input f' may be
     None: the node's own backward, applied twice, is f'² s. Without ``derivatives`` f is piecewise linear.
     ``ratio(node)`` in their place is for an f with f''/f' = a + b·t, given as (a, b, t): then f'(f's + (f''/f')g) is
-    torch's own backward, one more term, and that backward again: three sweeps over memory instead of seven.
+    torch's own backward, one more term, and that backward again: three sweeps over memory instead of seven. ``again``
+    is that backward as a function of (gradient, t, grad_input=), which then needs no memory of its own.
     ``linear`` lists groups of inputs in which f is jointly linear: add ((0, 1),), mul ((0,), (1,)), div ((0,),).
     """
 
     derivatives: Callable[[Any], Pair | Sequence[Pair]] | None = None
     linear: tuple[tuple[int, ...], ...] = ()
     ratio: Callable[[Any], Ratio] | None = None
+    again: Callable[..., Tensor] | None = None
     pointwise: bool = True
 
     @property
@@ -114,8 +116,8 @@ class Elementwise(Rule):
         s0, g0 = only(s), only(g)
         if s0 is None and g0 is None:
             return (None,) * len(wanted)
-        if self.ratio is not None and g0 is not None:
-            return (_by_ratio(node, self.ratio(node), s0, g0),)
+        if self.ratio is not None:
+            return (_by_ratio(node, self.ratio(node), self.again, s0, g0),)
         pairs: Any = (None, None) if self.derivatives is None else self.derivatives(node)
         if not isinstance(pairs[0], tuple):
             return (_unary(node, pairs, s0, g0),)
@@ -129,9 +131,9 @@ class Elementwise(Rule):
         return any(inputs <= set(group) for group in self.linear)
 
 
-def of_ratio(a: float, b: float, saved: str = "result") -> Elementwise:
-    """The rule of an f with f''/f' = a + b·t, t a tensor the node has saved."""
-    return Elementwise(ratio=lambda node: (a, b, getattr(node, f"_saved_{saved}") if b else None))
+def of_ratio(a: float, b: float, again: Callable[..., Tensor] | None = None) -> Elementwise:
+    """The rule of an f with f''/f' = a + b·f."""
+    return Elementwise(ratio=lambda node: (a, b, node._saved_result if b else None), again=again)
 
 
 def of_input(second: Callable[[Tensor], Tensor]) -> Elementwise:
@@ -155,17 +157,23 @@ def _unary(node: Any, pair: Pair, s: Tensor | None, g: Tensor | None) -> Tensor 
     return added(transport, _curvature((None, second), None, g))
 
 
-def _by_ratio(node: Any, ratio: Ratio, s: Tensor | None, g: Tensor) -> Tensor | None:
+def _by_ratio(
+    node: Any, ratio: Ratio, again: Callable[..., Tensor] | None, s: Tensor | None, g: Tensor | None
+) -> Tensor | None:
     """f'(f's + (a + bt)g)"""
     a, b, t = ratio
-    inner = None if s is None else pull(node, s)[0]
-    if inner is None or s is None:
-        return pull(node, a * g if t is None else g * (a + b * t))[0]
+    if s is None:
+        return None if g is None else pull(node, a * g if t is None else g * (a + b * t))[0]
+    inner = pull(node, s)[0]
+    if inner is None:
+        return None
     inner = inner.clone() if inner.data_ptr() == s.data_ptr() else inner  # some backward may hand on what it was given
-    if a:
+    if g is not None and a:
         inner.add_(g, alpha=a)
-    if t is not None:
+    if g is not None and t is not None:
         inner.addcmul_(g, t, value=b)
+    if again is not None and type(inner) is Tensor:
+        return again(inner, t, grad_input=inner)
     return pull(node, inner)[0]
 
 
