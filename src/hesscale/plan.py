@@ -53,21 +53,32 @@ class Question:
     targets: tuple[Link, ...] | None  # None: all leaves
 
 
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """What is to be done at one place."""
+
+    place: int
+    rule: Rule | None  # None at a leaf
+    region: Region | None  # where element-wise paths meet: what it says goes for all of its places
+    outputs: tuple[Link, ...]
+    inputs: tuple[Link | None, ...]
+    wanted: tuple[torch.Size | None, ...]  # shapes of the inputs
+    is_loss: bool  # it is handed g, and with it its residual
+    is_half: bool  # it works in half precision
+    followers: tuple[Stop, ...]  # stops behind it that need not wait for torch: their curvature is all they need
+
+
 @dataclass(frozen=True)
 class Plan:
-    """The places to visit and what to do at each. It holds no node, so that the next pass can use it again."""
+    """Where a pass stops, and what it does there. It holds no node, so that the next pass can use it again."""
 
     method: Method
     start: Link
-    wiring: Wiring
-    rules: Rules
-    visits: tuple[int, ...]  # the root first; places inside a region are left out
-    direct: frozenset[int]  # places that need not wait for torch to come to them: their curvature is all they need
-    loss: frozenset[int]  # nodes that are handed g, and with it their residual
-    regions: dict[int, Region]
+    stops: tuple[Stop, ...]  # the root first; places inside a region are left out
+    ahead: frozenset[int]  # places that follow others
+    places: tuple[int, ...]  # all whose saved tensors are read
     targets: frozenset[Link]  # edges whose curvature is kept to the end of the pass
-    dtypes: tuple[tuple[torch.dtype, ...], ...]  # of curvature: as torch has gradients, but half precision in single
-    half: frozenset[int]  # nodes that work in half precision
+    dtypes: dict[Link, torch.dtype]  # of curvature: as torch has gradients, but half precision in single
     owner: int | None  # the first leaf: a workspace lives as long as it
 
 
@@ -102,7 +113,7 @@ def make_plan(
 
 
 def _new_plan(rows: tuple[Row, ...], question: Question, fallback: Rule | None = None) -> Plan:
-    method, targets = question.method, frozenset(question.targets or ())
+    method = question.method
     wiring = wire(rows, question.targets)
     rules = look_up(rows, wiring.order, method.rules, fallback)
     loss = frozenset(wiring.order)
@@ -110,20 +121,35 @@ def _new_plan(rows: tuple[Row, ...], question: Question, fallback: Rule | None =
         loss -= _behind(question.borders, rows) if question.borders else _behind_nonlinear(wiring, rules, question)
     regions = find_regions(wiring, rules, frozenset(question.borders if method.gauss_newton else ()))
     inside = {place for region in regions.values() for place in region.places[1:]}
-    visits = tuple(place for place in wiring.order if place not in inside)
+    ahead = _ahead(rows, wiring, rules, loss) - inside - regions.keys()
+    stops: dict[int, Stop] = {}
+    for place in reversed([place for place in wiring.order if place not in inside]):  # followers first
+        region = regions.get(place)
+        behind = wiring.edges[place] if region is None else region.sources
+        stops[place] = Stop(
+            place=place,
+            rule=rules[place],
+            region=region,
+            outputs=tuple((place, nr) for nr in range(len(wiring.shapes[place]))),
+            inputs=wiring.edges[place],
+            wanted=wiring.wanted[place],
+            is_loss=place in loss,
+            is_half=wiring.dtypes[place][0] in LOW_PRECISION,
+            followers=tuple(stops[link[0]] for link in behind if link is not None and link[0] in ahead),
+        )
     return Plan(
         method=method,
         start=question.start,
-        wiring=wiring,
-        rules=rules,
-        visits=visits,
-        direct=_direct(rows, wiring, rules, loss) - inside - regions.keys(),
-        loss=loss,
-        regions=regions,
-        targets=targets,
-        dtypes=tuple(tuple(_of_curvature(dtype) for dtype in dtypes) for dtypes in wiring.dtypes),
-        half=frozenset(place for place in visits if wiring.dtypes[place][0] in LOW_PRECISION),
-        owner=next((place for place in visits if rules[place] is None), None),
+        stops=tuple(reversed(stops.values())),
+        ahead=ahead,
+        places=wiring.order,
+        targets=frozenset(question.targets or ()),
+        dtypes={
+            (place, nr): torch.float32 if dtype in LOW_PRECISION else dtype
+            for place, dtypes in enumerate(wiring.dtypes)
+            for nr, dtype in enumerate(dtypes)
+        },
+        owner=next((place for place in wiring.order if rules[place] is None), None),
     )
 
 
@@ -148,20 +174,19 @@ def look_up(rows: Sequence[Row], order: Sequence[int], table: RuleTable, fallbac
     return tuple(rules)
 
 
-def _of_curvature(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype in LOW_PRECISION else dtype
-
-
-def _direct(rows: Sequence[Row], wiring: Wiring, rules: Rules, loss: frozenset[int]) -> frozenset[int]:
+def _ahead(rows: Sequence[Row], wiring: Wiring, rules: Rules, loss: frozenset[int]) -> frozenset[int]:
     """Places with one consumer and no use for g. Not on several devices: there torch's own order is the safe one."""
     if len({device for place in wiring.order for _, _, device in rows[place][3]}) > 1:
         return frozenset()
     alone = (place for place in wiring.order[1:] if wiring.consumers[place] == 1)
-    return frozenset(place for place in alone if place not in loss or not _needs_gradient(rules[place]))
+    return frozenset(place for place in alone if not _waits(rules[place], wiring.wanted[place], place in loss))
 
 
-def _needs_gradient(rule: Rule | None) -> bool:
-    return rule is not None and rule.needs_gradient
+def _waits(rule: Rule | None, wanted: Sequence[torch.Size | None], is_loss: bool) -> bool:
+    """Activations wait for torch even without need for g: weights that torch reads next should still be in the cache."""
+    if rule is None:
+        return False
+    return (is_loss and rule.needs_gradient) or (rule.pointwise and not rule.is_linear(wanted))
 
 
 def _behind(borders: Sequence[Link], rows: Sequence[Row]) -> set[int]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from . import graph as graphs
 from .graph import Edge, Graph, Link
-from .plan import Method, Plan, make_plan
+from .plan import Method, Plan, Stop, make_plan
 from .regions import region_curvatures
 from .rules.calculus import Widened, widened
 from .rules.families import Curvatures, Rebuilt
@@ -35,8 +35,8 @@ class Walk:
         self._graph = graph
         self._seed = seed
         # what a rule reads is there for the taking, unless something brings it back only when torch comes to it
-        readable = graphs.prepare_saved(graph.nodes[place] for place in plan.wiring.order)
-        self._direct = plan.direct if readable else frozenset[int]()
+        readable = graphs.prepare_saved(graph.nodes[place] for place in plan.places)
+        self._ahead = plan.ahead if readable else frozenset[int]()
         self._pending: dict[Link, Tensor] = {}
         self._leaves: list[tuple[Tensor, Tensor | None]] = []  # variables that torch gave a gradient, their curvature
         self._before: list[tuple[Tensor, Tensor | None, Tensor | None]] = []  # variable, its .grad, a copy of that
@@ -44,14 +44,14 @@ class Walk:
         self._workspace: Workspace | None = None
         self._nested = False
         weakref.finalize(self, _remove_all, self._handles)  # a backward that fails elsewhere does not tell us
-        if plan.visits:
-            self._arming = graphs.on_arrival(graph.nodes[plan.visits[0]], self._start)
+        if plan.stops:
+            self._arming = graphs.on_arrival(graph.nodes[plan.stops[0].place], self._start)
         elif seed is not None:  # the start itself is all that is asked for
             self._pending[plan.start] = seed
 
     def disarm(self) -> None:
         """Removes every hook."""
-        if self._plan.visits:
+        if self._plan.stops:
             self._arming.remove()
         self._unhook()
 
@@ -95,67 +95,62 @@ class Walk:
         if self._seed is not None:
             self._give(plan.start, self._seed)
         walk = weakref.ref(self)
-        for place in plan.visits[1:]:
-            if place not in self._direct:
-                self._handles.append(graphs.on_arrival(nodes[place], _hook(walk, place)))
-        self.visit(plan.visits[0], grads)
+        for stop in plan.stops[1:]:
+            if stop.place not in self._ahead:
+                self._handles.append(graphs.on_arrival(nodes[stop.place], _hook(walk, stop)))
+        self.visit(plan.stops[0], grads)
 
-    def visit(self, place: int, grads: Sequence[Tensor | None]) -> None:
-        """What happens at one node, once torch has its gradient, and at those behind it that need none."""
+    def visit(self, stop: Stop, grads: Sequence[Tensor | None]) -> None:
+        """What happens at one stop, once torch has its gradient, and at those behind it that need none."""
         if self._nested:
             return
         self._nested = True  # second derivatives may run nodes that carry our hooks
         try:
             with _recording_off(), _autocast_off(), lending(self._workspace):
-                g = [widened(grad) for grad in grads] if place in self._plan.loss else [None] * len(grads)
-                waiting = list(self._visit(place, g))
+                self._visit(stop, [widened(grad) for grad in grads] if stop.is_loss else [None] * len(grads))
+                waiting = list(stop.followers) if self._ahead else []
                 while waiting:
-                    place = waiting.pop()
-                    waiting += self._visit(place, [None] * len(self._plan.dtypes[place]))
+                    stop = waiting.pop()
+                    self._visit(stop, [None] * len(stop.outputs))
+                    waiting += stop.followers
         except BaseException:
             self.abort()
             raise
         finally:
             self._nested = False
 
-    def _visit(self, place: int, g: Curvatures) -> Iterable[int]:
-        """Moves curvature over one node; returns the places behind it that can be visited at once."""
-        s = [self._take((place, nr)) for nr in range(len(g))]
-        if self._plan.rules[place] is None:
-            self._arrive(place, s[0])
-            return ()
-        for link, curvature in self._curvatures(place, s, g):
+    def _visit(self, stop: Stop, g: Curvatures) -> None:
+        """Moves curvature over one node."""
+        plan, pending = self._plan, self._pending
+        s = [pending.get(link) if link in plan.targets else pending.pop(link, None) for link in stop.outputs]
+        if stop.rule is None:
+            self._arrive(stop.place, s[0])
+            return
+        for link, curvature in self._curvatures(stop, s, g):
             if link is not None and curvature is not None:
-                dtype = self._plan.dtypes[link[0]][link[1]]
+                dtype = plan.dtypes[link]
                 self._give(link, curvature if curvature.dtype is dtype else curvature.to(dtype))
-        region = self._plan.regions.get(place)
-        behind = self._plan.wiring.edges[place] if region is None else region.sources
-        return [link[0] for link in behind if link is not None and link[0] in self._direct]
 
-    def _curvatures(self, place: int, s: Curvatures, g: Curvatures) -> Iterable[tuple[Link | None, Tensor | None]]:
-        plan = self._plan
-        if place in plan.regions:
-            return region_curvatures(plan.regions[place], self._graph, s[0], g[0], plan.targets)
-        rule: Any = plan.rules[place]
-        node: Any = self._graph.nodes[place]
-        seen = Widened(node) if place in plan.half else node
-        if isinstance(rule, Rebuilt):
-            curvatures = _walk_rebuilt(rule, seen, s, g, plan.method)
+    def _curvatures(self, stop: Stop, s: Curvatures, g: Curvatures) -> Iterable[tuple[Link | None, Tensor | None]]:
+        if stop.region is not None:
+            return region_curvatures(stop.region, self._graph, s[0], g[0], self._plan.targets)
+        node: Any = self._graph.nodes[stop.place]
+        seen = Widened(node) if stop.is_half else node
+        if isinstance(stop.rule, Rebuilt):
+            curvatures = _walk_rebuilt(stop.rule, seen, s, g, self._plan.method)
         else:
-            curvatures = rule(seen, s, g, plan.wiring.wanted[place])
-        return zip(plan.wiring.edges[place], curvatures, strict=True)
+            assert stop.rule is not None
+            curvatures = stop.rule(seen, s, g, stop.wanted)
+        return zip(stop.inputs, curvatures, strict=True)
 
     def _give(self, link: Link, curvature: Tensor) -> None:
         """Fan-out: what several consumers say of one tensor is added; their cross terms are what HesScale drops."""
         pending = self._pending.get(link)
         self._pending[link] = curvature if pending is None else pending + curvature
 
-    def _take(self, link: Link) -> Tensor | None:
-        return self._pending.get(link) if link in self._plan.targets else self._pending.pop(link, None)
-
     def _arrive(self, place: int, s: Tensor | None) -> None:
         node = self._graph.nodes[place]
-        if place in self._direct and not graphs.running_backward_accumulates(node):
+        if place in self._ahead and not graphs.running_backward_accumulates(node):
             return
         variable = graphs.leaf_of(node)
         grad = variable.grad
@@ -233,11 +228,11 @@ def _remove_all(handles: list[Any]) -> None:
     handles.clear()
 
 
-def _hook(walk: weakref.ref[Walk], place: int) -> Callable[[Sequence[Tensor | None]], None]:
+def _hook(walk: weakref.ref[Walk], stop: Stop) -> Callable[[Sequence[Tensor | None]], None]:
     def arrive(grads: Sequence[Tensor | None]) -> None:
         running = walk()
         if running is not None:
-            running.visit(place, grads)
+            running.visit(stop, grads)
 
     return arrive
 

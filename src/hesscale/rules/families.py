@@ -64,7 +64,7 @@ class Selection(Rule):
     needs_gradient: bool = False
 
     def __call__(self, node: Any, s: Curvatures, g: Curvatures, wanted: Sequence[torch.Size | None]) -> Curvatures:
-        if all(entry is None for entry in s):
+        if s[0] is None and all(entry is None for entry in s):
             return (None,) * len(wanted)
         moved = self._scaled(node, s) if self.scaled else pull(node, *s)
         return [reduced(_dense(entry), shape) for entry, shape in zip(moved, wanted, strict=True)]

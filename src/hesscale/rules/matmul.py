@@ -132,7 +132,10 @@ def _scaled(s: Tensor, alpha: float) -> Tensor:
 
 
 def _added(s: Tensor, beta: float, shape: torch.Size | None) -> Tensor | None:
-    return None if shape is None else _scaled(s, beta).sum_to_size(shape)
+    if shape is None:
+        return None
+    scaled = _scaled(s, beta)
+    return scaled.sum(0) if len(shape) == 1 and scaled.dim() == 2 and shape[0] != 1 else scaled.sum_to_size(shape)
 
 
 def _unsqueezed(tensor: Tensor, dims: Sequence[int]) -> Tensor:
