@@ -183,7 +183,7 @@ def _ahead(rows: Sequence[Row], wiring: Wiring, rules: Rules, loss: frozenset[in
 
 
 def _waits(rule: Rule | None, wanted: Sequence[torch.Size | None], is_loss: bool) -> bool:
-    """Activations wait for torch even without need for g: weights that torch reads next should still be in the cache."""
+    """Activations wait even without need for g: what torch reads next is then still in the cache."""
     if rule is None:
         return False
     return (is_loss and rule.needs_gradient) or (rule.pointwise and not rule.is_linear(wanted))
