@@ -143,15 +143,15 @@ def leaf_of(node: Any) -> Tensor:
     return variable
 
 
-def behind(edges: Iterable[Edge]) -> set[Node]:
-    """All nodes the given edges were computed by."""
-    found: set[Node] = set()
-    stack = [node for node, _ in edges]
+def behind(links: Iterable[Link], rows: Sequence[Row]) -> set[int]:
+    """The places of all nodes the given edges were computed by."""
+    found: set[int] = set()
+    stack = [place for place, _ in links]
     while stack:
-        node = stack.pop()
-        if node not in found:
-            found.add(node)
-            stack.extend(child for child, _ in node.next_functions if child is not None)
+        place = stack.pop()
+        if place not in found:
+            found.add(place)
+            stack.extend(link[0] for link in rows[place][2] if link is not None)
     return found
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .errors import OPAQUE, MissingRuleError
-from .graph import LEAF, Edge, Graph, Link, Row, Wiring, edge_of, trace, wire
+from .graph import LEAF, Edge, Graph, Link, Row, Wiring, behind, edge_of, trace, wire
 from .regions import Region, Rules, find_regions
 from .rules import BL89, RULES
 from .rules.calculus import LOW_PRECISION
@@ -118,14 +118,14 @@ def _new_plan(rows: tuple[Row, ...], question: Question, fallback: Rule | None =
     rules = look_up(rows, wiring.order, method.rules, fallback)
     loss = frozenset(wiring.order)
     if method.gauss_newton:
-        loss -= _behind(question.borders, rows) if question.borders else _behind_nonlinear(wiring, rules, question)
+        loss -= behind(question.borders, rows) if question.borders else _behind_nonlinear(wiring, rules, question)
     regions = find_regions(wiring, rules, frozenset(question.borders if method.gauss_newton else ()))
     inside = {place for region in regions.values() for place in region.places[1:]}
     ahead = _ahead(rows, wiring, rules, loss) - inside - regions.keys()
     stops: dict[int, Stop] = {}
     for place in reversed([place for place in wiring.order if place not in inside]):  # followers first
         region = regions.get(place)
-        behind = wiring.edges[place] if region is None else region.sources
+        sources = wiring.edges[place] if region is None else region.sources
         stops[place] = Stop(
             place=place,
             rule=rules[place],
@@ -135,7 +135,7 @@ def _new_plan(rows: tuple[Row, ...], question: Question, fallback: Rule | None =
             wanted=wiring.wanted[place],
             is_loss=place in loss,
             is_half=wiring.dtypes[place][0] in LOW_PRECISION,
-            followers=tuple(stops[link[0]] for link in behind if link is not None and link[0] in ahead),
+            followers=tuple(stops[link[0]] for link in sources if link is not None and link[0] in ahead),
         )
     return Plan(
         method=method,
@@ -187,18 +187,6 @@ def _waits(rule: Rule | None, wanted: Sequence[torch.Size | None], is_loss: bool
     if rule is None:
         return False
     return (is_loss and rule.needs_gradient) or (rule.pointwise and not rule.is_linear(wanted))
-
-
-def _behind(borders: Sequence[Link], rows: Sequence[Row]) -> set[int]:
-    """All nodes the borders were computed by."""
-    found: set[int] = set()
-    stack = [place for place, _ in borders]
-    while stack:
-        place = stack.pop()
-        if place not in found:
-            found.add(place)
-            stack.extend(link[0] for link in rows[place][2] if link is not None)
-    return found
 
 
 def _behind_nonlinear(wiring: Wiring, rules: Rules, question: Question) -> set[int]:

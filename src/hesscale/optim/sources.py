@@ -100,7 +100,8 @@ def sampled_gauss_newton_backward(
     wiring = wire(graph.rows)
     found = [_draw(loss, node, generator) for node in _likelihoods(graph, wiring)]
     seeds = [edge for edge, _ in found]
-    if output is not None and edge_of(output)[0] not in behind(seeds):
+    network = behind(map(graph.link, seeds), graph.rows)
+    if output is not None and graph.places.get(edge_of(output)[0]) not in network:
         raise ValueError("output does not lie behind the likelihood that was found in this loss")
     uses = only_uses(graph, wiring, seeds, params)
     pulled = torch.autograd.grad(

@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from ..runs import OtherRunError
+from ..tasks.archives import DataError
 
 
 def stop(message: str, *, code: int) -> NoReturn:
@@ -28,8 +29,10 @@ def clear_errors(folder: Path) -> Iterator[None]:
         yield
     except OtherRunError as error:
         stop(str(error), code=2)
-    except FileNotFoundError as error:
+    except (DataError, FileNotFoundError) as error:
         stop(str(error), code=1)
+    except ModuleNotFoundError as error:
+        stop(f"this needs {error.name}: pip install {error.name}", code=1)
     except OSError as error:
         stop(f"cannot write to {folder}: {error.strerror or error}", code=1)
     except KeyboardInterrupt:

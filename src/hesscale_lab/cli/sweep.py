@@ -106,22 +106,12 @@ def _sweep(
         session: AbstractContextManager[object] = nullcontext()  # perhaps there is nothing to start Ray for
     else:
         session = cluster(address, workers=workers)
-        _check_data(settings[0].task, data)
+        task_named(settings[0].task).load(data)  # missing data is told, and downloaded, before a worker needs it
     try:
         with _live_table() as watch, session:
             return search(settings, seeds=seeds, run=partial(run, watch=watch))
     except WorkersError as error:
         stop(str(error), code=1)
-
-
-def _check_data(task: str, data: Path | None) -> None:
-    """Missing or broken data is told once, and downloaded once, before the first worker needs it."""
-    try:
-        task_named(task).load(data)
-    except ValueError as error:
-        stop(str(error), code=1)
-    except ModuleNotFoundError as error:
-        stop(f"this needs {error.name}: pip install {error.name}", code=1)
 
 
 @contextmanager

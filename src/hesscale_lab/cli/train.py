@@ -92,17 +92,13 @@ def _refuse_bad_numbers(chosen: Mapping[str, float]) -> None:
 
 @contextmanager
 def _one_line() -> Iterator[None]:
-    """Data that cannot be used, or an extra that is not installed, in one line."""
+    """Settings that do not go together, such as a batch and a number of processes, in one line."""
     try:
         yield
-    except OtherRunError:
+    except (DataError, OtherRunError):
         raise
-    except DataError as error:
-        stop(str(error), code=1)
     except ValueError as error:
         stop(str(error), code=2)
-    except ModuleNotFoundError as error:
-        stop(f"this needs {error.name}: pip install {error.name}", code=1)
 
 
 @contextmanager
