@@ -248,3 +248,76 @@ def test_torch_failing_under_an_attached_loss_leaves_it_armed(method: str) -> No
     model.zero_grad()
     loss.backward()
     assert_close(curvatures(model), expected(model, {0: 1}))
+
+
+def chain() -> tuple[list[Tensor], Tensor]:
+    weights = [torch.randn(20, 20, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    x = torch.randn(5, 20, dtype=torch.float64)
+    return weights, (x @ weights[0] @ weights[1] @ weights[2]).square().mean()
+
+
+def test_nodes_that_torch_leaves_alone_are_not_read() -> None:
+    weights, loss = chain()
+    hesscale.attach(loss)
+    with torch.no_grad():
+        weights[1].add_(1)  # what the other two gradients would need is gone
+    loss.backward(inputs=[weights[2]])
+    assert weights[2].curvature.shape == (20, 20) and not hasattr(weights[0], "curvature")
+
+
+def test_gradients_of_an_attached_loss_alone_write_nothing() -> None:
+    weights, loss = chain()
+    hesscale.attach(loss)
+    torch.autograd.grad(loss, weights, retain_graph=True)
+    torch.autograd.grad(loss, weights, torch.ones(4, dtype=torch.float64), is_grads_batched=True)
+    assert not any(hasattr(weight, "curvature") for weight in weights)
+
+
+def test_memory_may_be_freed_between_attaching_and_backward() -> None:
+    """As sharded training does with weights between forward and backward; a hook brings them back."""
+    torch.manual_seed(0)
+    weights, loss = chain()
+    hesscale.attach(loss)
+    storage, content = weights[1].untyped_storage(), weights[1].detach().clone()
+    storage.resize_(0)
+
+    def bring_back(grad: Tensor) -> None:
+        if not storage.nbytes():
+            storage.resize_(content.untyped_storage().nbytes())
+            weights[1].data.copy_(content)
+
+    loss.grad_fn.next_functions[0][0].register_prehook(lambda grads: bring_back(grads[0]))  # type: ignore[union-attr]
+    loss.backward()
+    torch.manual_seed(0)
+    plain, loss = chain()
+    hesscale.backward(loss)
+    for ours, theirs in zip(weights, plain, strict=True):
+        assert torch.equal(ours.curvature, theirs.curvature)
+
+
+def test_a_pack_hook_may_return_a_tensor() -> None:
+    kept: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept[len(kept)] = tensor
+        return torch.tensor(len(kept) - 1)
+
+    torch.manual_seed(0)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda number: kept[int(number)]):
+        weights, loss = chain()
+    hesscale.backward(loss)
+    torch.manual_seed(0)
+    plain, loss = chain()
+    hesscale.backward(loss)
+    for ours, theirs in zip(weights, plain, strict=True):
+        assert torch.equal(ours.curvature, theirs.curvature)
+
+
+def test_curvature_starts_afresh_where_a_hook_clears_gradients() -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(6, 6) for _ in range(3))).double()
+    x = torch.randn(4, 6, dtype=torch.float64)
+    hesscale.backward(model(x).square().mean())
+    once = model[0].weight.curvature.clone()
+    model[2].weight.register_post_accumulate_grad_hook(lambda p: model.zero_grad())
+    hesscale.backward(model(x).square().mean())
+    torch.testing.assert_close(model[0].weight.curvature, once, rtol=1e-12, atol=0)

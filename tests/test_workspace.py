@@ -15,6 +15,7 @@ from hesscale import workspace
 from hesscale.workspace import Workspace, lending, product, squared, workspace_of
 
 SIZE = (128, 256)  # in float32 more than workspace.LEAST
+LAYOUT = (SIZE, (256, 1))
 
 
 def network() -> nn.Sequential:
@@ -36,29 +37,29 @@ def curvatures(model: nn.Module) -> list[Tensor]:
 
 def test_a_free_buffer_is_lent_again_and_a_lent_one_is_not() -> None:
     space = Workspace()
-    first = space.empty(SIZE, torch.float32)
-    second = space.empty(SIZE, torch.float32)
+    first = space.empty(LAYOUT, torch.float32)
+    second = space.empty(LAYOUT, torch.float32)
     assert first.data_ptr() != second.data_ptr()
     place = first.data_ptr()
     view = first[3:].T
     del first
-    assert space.empty(SIZE, torch.float32).data_ptr() != place  # the view still reads it
+    assert space.empty(LAYOUT, torch.float32).data_ptr() != place  # the view still reads it
     del view
-    assert space.empty(SIZE, torch.float32).data_ptr() == place
+    assert space.empty(LAYOUT, torch.float32).data_ptr() == place
 
 
-def test_sizes_and_dtypes_have_buffers_of_their_own() -> None:
+def test_layouts_and_dtypes_have_buffers_of_their_own() -> None:
     space = Workspace()
-    for size in ((128, 256), (256, 128), (128, 256, 1)):
+    for size, stride in ((SIZE, (256, 1)), (SIZE, (1, 128)), ((256, 128), (128, 1)), ((128, 256, 1), (256, 1, 1))):
         for dtype in (torch.float32, torch.float64):
-            lent = space.empty(size, dtype)
-            assert lent.shape == size and lent.dtype == dtype and lent.is_contiguous()
+            lent = space.empty((size, stride), dtype)
+            assert lent.shape == size and lent.stride() == stride and lent.dtype == dtype
             assert lent.untyped_storage().nbytes() == lent.numel() * lent.element_size()
 
 
 def test_buffers_that_passes_no_longer_need_are_dropped() -> None:
     space = Workspace()
-    lent = weakref.ref(space.empty(SIZE, torch.float32).untyped_storage())
+    lent = weakref.ref(space.empty(LAYOUT, torch.float32).untyped_storage())
     for _ in range(workspace._KEPT):
         space.begin_pass()
         assert space._buffers
@@ -106,13 +107,43 @@ def test_curvature_in_an_autograd_graph_is_not_overwritten() -> None:
 def test_a_workspace_goes_with_its_model() -> None:
     model = network()
     run(model)
-    space = weakref.ref(workspace_of(next(iter(model.parameters()))))
-    owners = [workspace._LOCAL.by_leaf.get(p) for p in model.parameters()]
-    storages = [weakref.ref(b._whole) for owner in owners if owner for bs in owner._buffers.values() for b in bs]
-    assert storages
-    del model, owners
+    buffers = [
+        weakref.ref(b) for _, own in workspace._LOCAL.by_memory.values() for bs in own._buffers.values() for b in bs
+    ]
+    assert buffers
+    del model
     gc.collect()
-    assert space() is None and not any(storage() is not None for storage in storages)
+    run(nn.Linear(128, 4))  # the next pass of this thread, of whatever model
+    gc.collect()
+    assert not any(buffer() is not None for buffer in buffers)
+
+
+def test_parameters_can_still_be_swapped() -> None:
+    model = network()
+    run(model)
+    model.zero_grad()
+    torch.utils.swap_tensors(model[0].weight, nn.Parameter(torch.ones(256, 128)))  # type: ignore[arg-type]
+    run(model)
+
+
+def test_memory_that_left_for_another_process_is_not_lent_again() -> None:
+    space = Workspace()
+    lent = space.empty(LAYOUT, torch.float32)
+    lent.share_memory_()
+    place = lent.data_ptr()
+    del lent
+    assert space.empty(LAYOUT, torch.float32).data_ptr() != place
+
+
+def test_a_storage_that_a_user_keeps_is_not_lent_again() -> None:
+    space = Workspace()
+    lent = space.empty(LAYOUT, torch.float32)
+    storage = lent.untyped_storage()
+    del lent
+    assert space.empty(LAYOUT, torch.float32).data_ptr() != storage.data_ptr()
+    place = storage.data_ptr()
+    del storage
+    assert space.empty(LAYOUT, torch.float32).data_ptr() == place
 
 
 def test_threads_do_not_share_buffers() -> None:
@@ -121,7 +152,7 @@ def test_threads_do_not_share_buffers() -> None:
     thread = threading.Thread(target=lambda: spaces.append(workspace_of(leaf)))
     thread.start()
     thread.join()
-    assert spaces[0] is not spaces[1] and workspace_of(leaf) is spaces[0]
+    assert None not in spaces and spaces[0] is not spaces[1] and workspace_of(leaf) is spaces[0]
 
 
 LAYOUTS = {
@@ -131,6 +162,9 @@ LAYOUTS = {
     "small": lambda x: x[:2, :2],
     "empty": lambda x: x[:0],
     "vector": lambda x: x.reshape(-1),
+    "channels last": lambda x: x.reshape(2, 16, 32, 32).to(memory_format=torch.channels_last),
+    "permuted": lambda x: x.reshape(16, 32, 64).permute(2, 0, 1),
+    "expanded": lambda x: x[:1].expand(128, 256),
 }
 
 
@@ -140,7 +174,8 @@ LAYOUTS = {
 def test_squares_are_those_of_torch(layout: Any, dtype: torch.dtype, lent: bool) -> None:
     x = layout(torch.randn(SIZE, dtype=dtype))
     with lending(Workspace() if lent else None), torch.no_grad():
-        assert torch.equal(squared(x), x * x)
+        result = squared(x)
+        assert torch.equal(result, x * x) and result.stride() == (x * x).stride()
 
 
 @pytest.mark.parametrize("lent", [True, False])

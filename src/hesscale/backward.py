@@ -73,7 +73,7 @@ def attach(
     Arguments as in ``backward``. Several losses: attach their sum. A loss that is added afterwards must share nothing
     with this one but parameters: its gradient would be counted, its curvature would not.
     """
-    _arm(loss, curvature, method, output, missing=missing, generator=generator)
+    _arm(loss, curvature, method, output, missing=missing, generator=generator, starts_later=True)
     return loss
 
 
@@ -147,6 +147,7 @@ def _arm(
     *,
     missing: Missing,
     generator: torch.Generator | None,
+    starts_later: bool = False,
 ) -> Walk:
     way = method_named(method)
     fallback = fallback_named(missing, generator)
@@ -156,4 +157,4 @@ def _arm(
         raise ValueError("output must be a tensor (or several) of the loss's graph")
     seeded = curvature is not None
     plan, graph = make_plan(y, way, outputs=outputs, seeded=seeded, targets=targets, fallback=fallback)
-    return Walk(plan, graph, curvature)
+    return Walk(plan, graph, curvature, starts_later=starts_later)

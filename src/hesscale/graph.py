@@ -170,11 +170,11 @@ def prepare_saved(nodes: Iterable[Node]) -> bool:
                     data = packed.data
                     if data is None:
                         getattr(node, name.replace("_raw", "", 1))  # None if it was not needed, raises if it was freed
-                    elif not isinstance(data, Tensor):
+                    elif packed.unpack_hook is not None:
                         _allow_second_reading(data)
                         at_any_time = False
                     elif at_any_time and data.layout is torch.strided and not data.untyped_storage().nbytes():
-                        at_any_time = not data.numel()
+                        at_any_time = False
             except RuntimeError:
                 raise RuntimeError(_FREED) from None
     return at_any_time

@@ -30,13 +30,13 @@ class Walk:
     nobody runs can still be collected.
     """
 
-    def __init__(self, plan: Plan, graph: Graph, seed: Tensor | None) -> None:
+    def __init__(self, plan: Plan, graph: Graph, seed: Tensor | None, *, starts_later: bool = False) -> None:
         self._plan = plan
         self._graph = graph
         self._seed = seed
-        # what a rule reads is there for the taking, unless something brings it back only when torch comes to it
-        readable = graphs.prepare_saved(graph.nodes[place] for place in plan.places)
-        self._ahead = plan.ahead if readable else frozenset[int]()
+        self._starts_later = starts_later
+        self._readable = self._prepare_saved()
+        self._ahead = frozenset[int]()  # places that are visited before torch comes to them
         self._pending: dict[Link, Tensor] = {}
         self._leaves: list[tuple[Tensor, Tensor | None]] = []  # variables that torch gave a gradient, their curvature
         self._before: list[tuple[Tensor, Tensor | None, Tensor | None]] = []  # variable, its .grad, a copy of that
@@ -74,11 +74,21 @@ class Walk:
         self._forget()
         return tuple(None if x is None else _owned(s, x, taken) for s, x in zip(found, like, strict=True))
 
+    def _prepare_saved(self) -> bool:
+        return graphs.prepare_saved(self._graph.nodes[place] for place in self._plan.places)
+
     def _start(self, grads: Sequence[Tensor | None]) -> None:
         if self._nested:
             return
         self._unhook()
         self._forget()
+        plan, nodes = self._plan, self._graph.nodes
+        written = [graphs.running_backward_accumulates(nodes[s.place]) for s in plan.stops[1:] if s.rule is None]
+        if written and not any(written):  # torch.autograd.grad on an attached loss: there is nothing to write
+            return
+        # not where torch leaves parts of the graph alone, or what rules read comes back only when torch gets there
+        all_there = self._prepare_saved() if self._starts_later else self._readable
+        self._ahead = plan.ahead if all(written) and all_there else frozenset[int]()
         other = _RUNNING.get(graphs.running_backward())
         if other is not None:
             other.abort()
@@ -88,9 +98,9 @@ class Walk:
         graphs.when_backward_ends(self._finish)
         if graphs.running_backward_frees():
             self._handles.append(self._arming)
-        plan, nodes = self._plan, self._graph.nodes
         if plan.owner is not None:
             self._workspace = workspace_of(graphs.leaf_of(nodes[plan.owner]))
+        if self._workspace is not None:
             self._workspace.begin_pass()
         if self._seed is not None:
             self._give(plan.start, self._seed)
@@ -150,11 +160,18 @@ class Walk:
 
     def _arrive(self, place: int, s: Tensor | None) -> None:
         node = self._graph.nodes[place]
-        if place in self._ahead and not graphs.running_backward_accumulates(node):
-            return
         variable = graphs.leaf_of(node)
+        if place in self._ahead and variable.grad is not None:  # which some hook may still change
+            walk = weakref.ref(self)
+            self._handles.append(graphs.on_arrival(node, lambda grads: _note(walk, variable, s)))
+        else:
+            self.note(variable, s)
+
+    def note(self, variable: Tensor, s: Tensor | None) -> None:
+        """Keeps what is to be written to a leaf, and what to restore if the pass fails."""
         grad = variable.grad
-        self._before.append((variable, grad, None if grad is None else grad.clone()))
+        with torch.no_grad():
+            self._before.append((variable, grad, None if grad is None else grad.clone()))
         self._leaves.append((variable, s))
 
     @torch.no_grad()
@@ -235,6 +252,12 @@ def _hook(walk: weakref.ref[Walk], stop: Stop) -> Callable[[Sequence[Tensor | No
             running.visit(stop, grads)
 
     return arrive
+
+
+def _note(walk: weakref.ref[Walk], variable: Tensor, s: Tensor | None) -> None:
+    running = walk()
+    if running is not None:
+        running.note(variable, s)
 
 
 def _owned(s: Tensor | None, like: Tensor, taken: set[int]) -> Tensor:

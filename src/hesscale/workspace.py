@@ -1,24 +1,29 @@
 """Memory that passes use again and again: large results of rules go where those of the pass before lay.
 
 A fresh tensor of a megabyte costs more in page faults than the arithmetic on it. A buffer is lent as a tensor of its
-own; it is free again as soon as no such tensor lives any more. So ``p.curvature``, or whatever reference a user keeps,
-is never overwritten, and nothing has to be given back by hand.
+own; it is free again as soon as nobody else has a hold on its memory. So ``p.curvature``, or whatever reference a user
+keeps, is never overwritten, and nothing has to be given back by hand.
 
-A workspace belongs to the first leaf of a graph and to a thread, and is gone with either. On other devices than the
-CPU torch's own allocator does the same, so nothing is lent there.
+A workspace belongs to the memory of a graph's first leaf and to a thread. When that memory is gone, so is the workspace,
+with the next pass of the thread. On other devices than the CPU torch's own allocator does the same, so nothing is lent.
 """
 
 from __future__ import annotations
 
+import math
+import sys
 import threading
 from typing import Final, final
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.multiprocessing.reductions import StorageWeakRef
 
 LEAST: Final = 1 << 16
 """Bytes from which memory is lent; less comes from torch without page faults."""
+
+Layout = tuple[tuple[int, ...], tuple[int, ...]]
+"""Size and strides."""
 
 _KEPT: Final = 4  # passes that a buffer may go unused; several models may take turns on shared layers
 _PLAIN: Final = (Tensor, nn.Parameter)
@@ -28,15 +33,16 @@ _PLAIN: Final = (Tensor, nn.Parameter)
 class _Buffer:
     """A tensor that nobody but its workspace sees, and aliases of which are lent."""
 
-    def __init__(self, size: tuple[int, ...], dtype: torch.dtype) -> None:
-        self._whole = torch.empty(size, dtype=dtype)
+    def __init__(self, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> None:
+        self._whole = torch.empty_strided(size, stride, dtype=dtype)
         self._storage = self._whole.untyped_storage()
         self._alone = self._users()
         self.last_pass = 0
 
-    def _users(self) -> int:
-        users: int = torch._C._storage_Use_Count(self._storage._cdata)
-        return users
+    def _users(self) -> tuple[int, int, int]:
+        """Who has a hold: tensors, the one Python object of the storage, other processes (then the memory has moved)."""
+        storage = self._storage
+        return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage), storage.data_ptr()
 
     @property
     def is_free(self) -> bool:
@@ -51,7 +57,7 @@ class Workspace:
     """The buffers of one model on one thread."""
 
     def __init__(self) -> None:
-        self._buffers: dict[tuple[tuple[int, ...], torch.dtype], list[_Buffer]] = {}
+        self._buffers: dict[tuple[Layout, torch.dtype], list[_Buffer]] = {}
         self._pass = 0
 
     def begin_pass(self) -> None:
@@ -63,12 +69,12 @@ class Workspace:
                 if not self._buffers[key]:
                     del self._buffers[key]
 
-    def empty(self, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A contiguous tensor with whatever its memory held before."""
-        buffers = self._buffers.setdefault((size, dtype), [])
+    def empty(self, layout: Layout, dtype: torch.dtype) -> Tensor:
+        """A tensor with whatever its memory held before."""
+        buffers = self._buffers.setdefault((layout, dtype), [])
         buffer = next((buffer for buffer in buffers if buffer.is_free), None)
         if buffer is None:
-            buffer = _Buffer(size, dtype)
+            buffer = _Buffer(*layout, dtype)
             buffers.append(buffer)
         buffer.last_pass = self._pass
         return buffer.lend()
@@ -77,19 +83,28 @@ class Workspace:
 @final
 class _Local(threading.local):
     def __init__(self) -> None:
-        self.by_leaf = WeakIdKeyDictionary()
+        self.by_memory: dict[int, tuple[StorageWeakRef, Workspace]] = {}
         self.current: Workspace | None = None
 
 
 _LOCAL: Final = _Local()
 
 
-def workspace_of(leaf: Tensor) -> Workspace:
-    """The workspace of this thread that lives as long as ``leaf``."""
-    found: Workspace | None = _LOCAL.by_leaf.get(leaf)
-    if found is None:
-        found = _LOCAL.by_leaf[leaf] = Workspace()
-    return found
+def workspace_of(leaf: Tensor) -> Workspace | None:
+    """The workspace of this thread that goes with the memory of ``leaf``; None where nothing is lent."""
+    if not _is_plain(leaf):
+        return None
+    # a weak reference to the tensor itself would stand in the way of torch.utils.swap_tensors
+    for key, (memory, _) in list(_LOCAL.by_memory.items()):
+        if memory.expired():
+            del _LOCAL.by_memory[key]
+    storage = leaf.untyped_storage()
+    found = _LOCAL.by_memory.setdefault(storage._cdata, (StorageWeakRef(storage), Workspace()))
+    return found[1]
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor) in _PLAIN and tensor.device.type == "cpu" and tensor.layout is torch.strided
 
 
 @final
@@ -108,26 +123,30 @@ class lending:
         _LOCAL.current = self._before
 
 
-def empty(size: tuple[int, ...], like: Tensor) -> Tensor | None:
-    """Memory for a result of this size, of the dtype of ``like``; None where torch should allocate it itself."""
+def _empty(layout: Layout, like: Tensor) -> Tensor | None:
+    """Memory for a result of this layout, of the dtype of ``like``; None where torch should allocate it itself."""
     workspace = _LOCAL.current
-    if workspace is None or type(like) not in _PLAIN or like.device.type != "cpu" or torch.is_grad_enabled():
+    if workspace is None or torch.is_grad_enabled() or not _is_plain(like):
         return None
-    numel = 1
-    for length in size:
-        numel *= length
-    return workspace.empty(size, like.dtype) if numel * like.element_size() >= LEAST else None
+    large = math.prod(layout[0]) * like.element_size() >= LEAST
+    return workspace.empty(layout, like.dtype) if large else None
 
 
 def squared(x: Tensor) -> Tensor:
     """x², laid out as x is."""
-    if x.is_contiguous():
-        return torch.mul(x, x, out=empty(tuple(x.shape), x))
-    if x.dim() == 2 and x.mT.is_contiguous():
-        return squared(x.mT).mT
-    return x * x
+    return torch.mul(x, x, out=_empty((tuple(x.shape), x.stride()), x) if _is_dense(x) else None)
+
+
+def _is_dense(x: Tensor) -> bool:
+    """Whether memory and elements of x are the same thing: its rows, its columns or its channels come one by one."""
+    return (
+        x.is_contiguous()
+        or (x.dim() == 2 and x.stride() == (1, x.shape[0]))
+        or (x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last))
+    )
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
     """ab for two matrices."""
-    return torch.mm(a, b, out=empty((a.shape[0], b.shape[1]), a))
+    rows, columns = a.shape[0], b.shape[1]
+    return torch.mm(a, b, out=_empty(((rows, columns), (columns, 1)), a))
