@@ -40,7 +40,7 @@ class _Buffer:
         self.last_pass = 0
 
     def _users(self) -> tuple[int, int, int]:
-        """Who has a hold: tensors, the one Python object of the storage, other processes (then the memory has moved)."""
+        """Who has a hold: tensors, the storage's one Python object, other processes (then the memory has moved)."""
         storage = self._storage
         return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage), storage.data_ptr()
 
