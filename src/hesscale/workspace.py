@@ -4,8 +4,8 @@ A fresh tensor of a megabyte costs more in page faults than the arithmetic on it
 own; it is free again as soon as nobody else has a hold on its memory. So ``p.curvature``, or whatever reference a user
 keeps, is never overwritten, and nothing has to be given back by hand.
 
-A workspace belongs to the memory of a graph's first leaf and to a thread. When that memory is gone, so is the workspace,
-with the next pass of the thread. On other devices than the CPU torch's own allocator does the same, so nothing is lent.
+A workspace belongs to the memory of a graph's first leaf and to a thread. When that memory is gone, the workspace goes
+with the next pass of the thread. On other devices than the CPU torch's own allocator does the same: nothing is lent.
 """
 
 from __future__ import annotations
