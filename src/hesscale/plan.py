@@ -46,7 +46,7 @@ class Question:
     """What is asked of a graph, beside its rows."""
 
     method: Method
-    rules: int  # how many the method's table had
+    version: int  # of the method's table
     start: Link
     seeded: bool
     borders: tuple[Link, ...]  # where the network ends and the loss begins, if the user says so
@@ -103,7 +103,7 @@ def make_plan(
         raise ValueError("output is not part of the loss's graph: pass the very tensor the loss was computed from")
     question = Question(
         method=method,
-        rules=len(method.rules),
+        version=method.rules.version,
         start=(0, nr),
         seeded=seeded,
         borders=tuple(map(graph.link, borders)),

@@ -21,6 +21,7 @@ class RuleTable(Mapping[Key, Rule]):
     def __init__(self, rows: Mapping[Any, Rule] | None = None, *, base: RuleTable | None = None) -> None:
         self._rows: dict[Key, Rule] = dict(rows or {})
         self._base: Mapping[Key, Rule] = {} if base is None else base
+        self._below = base
 
     def register(self, rule: Rule, *nodes: Key) -> None:
         """Adds a rule for one or several nodes. An existing row is never overwritten: use ``overlay`` for that."""
@@ -42,6 +43,11 @@ class RuleTable(Mapping[Key, Rule]):
         """The rule of a node: that of its function's class if it has one, else that of its name."""
         found = None if function is None else self.get(function)
         return self.get(name) if found is None else found
+
+    @property
+    def version(self) -> int:
+        """A number that grows with every row, also one that is added to the base."""
+        return len(self._rows) + (0 if self._below is None else self._below.version)
 
     def __getitem__(self, key: Key) -> Rule:
         try:
