@@ -94,13 +94,18 @@ def workspace_of(leaf: Tensor) -> Workspace | None:
     """The workspace of this thread that goes with the memory of ``leaf``; None where nothing is lent."""
     if not _is_plain(leaf):
         return None
-    # a weak reference to the tensor itself would stand in the way of torch.utils.swap_tensors
-    for key, (memory, _) in list(_LOCAL.by_memory.items()):
-        if memory.expired():
-            del _LOCAL.by_memory[key]
+    release()
     storage = leaf.untyped_storage()
     found = _LOCAL.by_memory.setdefault(storage._cdata, (StorageWeakRef(storage), Workspace()))
     return found[1]
+
+
+def release() -> None:
+    """Gives back the memory of models that are gone; every pass begins with it."""
+    # a weak reference to a tensor itself would stand in the way of torch.utils.swap_tensors
+    for key, (memory, _) in list(_LOCAL.by_memory.items()):
+        if memory.expired():
+            del _LOCAL.by_memory[key]
 
 
 def _is_plain(tensor: Tensor) -> bool:

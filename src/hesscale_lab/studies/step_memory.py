@@ -7,12 +7,15 @@ not depend on how an allocator rounds.
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterable
 from itertools import accumulate
 from typing import Any
 
 from torch.profiler import ProfilerActivity, profile, record_function
+
+from hesscale.workspace import release
 
 from ..tasks.cost_networks import Cell
 from .optimizer_steps import UNIT, Method, known_warnings
@@ -45,6 +48,8 @@ def peak_of_step(cell: Cell, method: Method) -> tuple[int, int]:
         with record_function(_LAST):
             step()
 
+    gc.collect()
+    release()  # what a model before this one has left is not to be counted when it goes
     with known_warnings():
         return peak_bytes(run)
 
