@@ -51,9 +51,8 @@ def step(model: nn.Module, x: Tensor, y: Tensor, averages: list[tuple[Tensor, Te
     hesscale.backward(logits, gradient=gradient, curvature=torch.zeros_like(gradient))
     with torch.no_grad():
         for p, (m, v) in zip(model.parameters(), averages, strict=True):
-            h: Tensor = p.curvature  # type: ignore[assignment]
-            m.lerp_(p.grad, 1 - beta1)  # type: ignore[arg-type]
-            v.mul_(beta2).addcmul_(h, h, value=1 - beta2)
+            m.lerp_(p.grad, 1 - beta1)
+            v.mul_(beta2).addcmul_(p.curvature, p.curvature, value=1 - beta2)
             p.sub_(lr * m / (1 - beta1**steps) / ((v / (1 - beta2**steps)).sqrt() + EPS))
 
 

@@ -251,7 +251,7 @@ class Rebuilt(Rule):
     exact: bool = False
 
     def __call__(self, node: Any, s: Curvatures, g: Curvatures, wanted: Sequence[torch.Size | None]) -> Curvatures:
-        raise TypeError("a rebuilt node is walked, not called")  # backward.py does that
+        raise TypeError("a rebuilt node is walked, not called")  # walk.py does that
 
     def is_linear(self, wanted: Sequence[torch.Size | None]) -> bool:
         return False

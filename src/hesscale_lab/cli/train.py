@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -58,28 +59,39 @@ def train(
       hesscale train cifar10-3c3d --optimizer SGD --field activation=relu --subset 5000
       torchrun --nproc-per-node 2 -m hesscale_lab.cli train cifar100-allcnnc
     """
-    wanted = [seed or 0] if seeds is None else list(range(seeds))
     if seed is not None and seeds is not None:
         stop("choose one of --seed and --seeds", code=2)
+    wanted = [seed or 0] if seeds is None else list(range(seeds))
+    numbers = {"lr": lr, "beta1": beta1, "beta2": beta2}
     try:
-        fields = tuple(sorted(parse_field(text) for text in field or ()))
-        row, best = task_named(task).with_fields(fields), best_settings(task, optimizer)
-        one = {"lr": lr, "beta1": beta1, "beta2": beta2}
-        chosen = {name: getattr(best, name) if value is None else value for name, value in one.items()}
-        _refuse_bad_numbers(chosen)
+        first = _settings(task, optimizer, numbers, field or (), epochs=epochs, subset=subset)
     except ValueError as error:
         stop(str(error), code=2)
-    all_settings = [
-        Settings(task, optimizer, **chosen, seed=s, epochs=row.epochs if epochs is None else epochs, subset=subset,
-                 fields=fields)
-        for s in wanted
-    ]  # fmt: skip
+    all_settings = [replace(first, seed=one) for one in wanted]
     torch.set_num_threads(threads)
     keep_freed_memory()
     with clear_errors(out), _one_line(), _processes() as team:
         runs = _train_all(all_settings, out, team, data=data, tensorboard=tensorboard)
         if team.is_first:
             _show(all_settings, runs)
+
+
+def _settings(
+    task: str,
+    optimizer: str,
+    numbers: Mapping[str, float | None],
+    fields: Sequence[str],
+    *,
+    epochs: int | None,
+    subset: int | None,
+) -> Settings:
+    """What was asked for, with the authors' choice where nothing was; ValueError if it makes no sense."""
+    changed = tuple(sorted(map(parse_field, fields)))
+    row, best = task_named(task).with_fields(changed), best_settings(task, optimizer)
+    chosen = {name: getattr(best, name) if value is None else value for name, value in numbers.items()}
+    _refuse_bad_numbers(chosen)
+    length = row.epochs if epochs is None else epochs
+    return Settings(task, optimizer, **chosen, seed=0, epochs=length, subset=subset, fields=changed)
 
 
 def _refuse_bad_numbers(chosen: Mapping[str, float]) -> None:
