@@ -161,8 +161,11 @@ def test_everything_that_differs_changes_the_folder() -> None:
 
 def in_two_processes(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder / 'meeting'}", rank=rank, world_size=2)
+    store = dist.FileStore(str(folder / "meeting"), 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     train(SMALL, folder / "two")
+    store.set(f"done {rank}", "")  # whoever leaves first would close the other's connection
+    store.wait(["done 0", "done 1"])
     dist.destroy_process_group()
 
 
