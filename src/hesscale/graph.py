@@ -61,6 +61,9 @@ class Wiring:
 
 def edge_of(tensor: Tensor) -> Edge:
     """The graph edge a tensor stands for; a leaf's edge leads to the node that accumulates its ``.grad``."""
+    node = tensor.grad_fn
+    if node is not None:
+        return node, tensor.output_nr
     edge = torch.autograd.graph.get_gradient_edge(tensor)
     return edge.node, edge.output_nr
 
@@ -83,7 +86,7 @@ def trace(root: Node) -> Graph:
             inputs.append((place, nr))
         name = node.name()
         outputs = (leaf_of(node),) if name == LEAF else node._input_metadata
-        rows.append((name, type(node), tuple(inputs), tuple((tuple(o.shape), o.dtype, o.device) for o in outputs)))
+        rows.append((name, type(node), tuple(inputs), tuple([(tuple(o.shape), o.dtype, o.device) for o in outputs])))
     return Graph(tuple(nodes), tuple(rows), places)
 
 
@@ -173,7 +176,7 @@ def prepare_saved(nodes: Iterable[Node]) -> bool:
                     elif packed.unpack_hook is not None:
                         _allow_second_reading(data)
                         at_any_time = False
-                    elif at_any_time and data.layout is torch.strided and not data.untyped_storage().nbytes():
+                    elif data.layout is torch.strided and not data.untyped_storage().nbytes():
                         at_any_time = False
             except RuntimeError:
                 raise RuntimeError(_FREED) from None

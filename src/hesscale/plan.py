@@ -15,7 +15,7 @@ from .graph import LEAF, Edge, Graph, Link, Row, Wiring, behind, edge_of, trace,
 from .regions import Region, Rules, find_regions
 from .rules import BL89, RULES
 from .rules.calculus import LOW_PRECISION
-from .rules.families import Rule
+from .rules.families import Rebuilt, Rule
 from .rules.table import RuleTable
 
 
@@ -63,9 +63,11 @@ class Stop:
     outputs: tuple[Link, ...]
     inputs: tuple[Link | None, ...]
     wanted: tuple[torch.Size | None, ...]  # shapes of the inputs
+    dtypes: tuple[torch.dtype | None, ...]  # of their curvature
     is_loss: bool  # it is handed g, and with it its residual
     is_half: bool  # it works in half precision
-    followers: tuple[Stop, ...]  # stops behind it that need not wait for torch: their curvature is all they need
+    is_plain: bool  # its rule is all there is to call
+    train: tuple[Stop, ...]  # stops behind it that need not wait for torch, in order; empty at those themselves
 
 
 @dataclass(frozen=True)
@@ -122,20 +124,31 @@ def _new_plan(rows: tuple[Row, ...], question: Question, fallback: Rule | None =
     regions = find_regions(wiring, rules, frozenset(question.borders if method.gauss_newton else ()))
     inside = {place for region in regions.values() for place in region.places[1:]}
     ahead = _ahead(rows, wiring, rules, loss) - inside - regions.keys()
+    dtypes = _dtypes(wiring)
     stops: dict[int, Stop] = {}
-    for place in reversed([place for place in wiring.order if place not in inside]):  # followers first
-        region = regions.get(place)
+    trains: dict[int, tuple[Stop, ...]] = {}
+    for place in reversed([place for place in wiring.order if place not in inside]):  # those behind first
+        region, rule = regions.get(place), rules[place]
         sources = wiring.edges[place] if region is None else region.sources
+        trains[place] = tuple(
+            stop
+            for link in sources
+            if link is not None and link[0] in ahead
+            for stop in (stops[link[0]], *trains.pop(link[0]))
+        )
+        is_half = wiring.dtypes[place][0] in LOW_PRECISION
         stops[place] = Stop(
             place=place,
-            rule=rules[place],
+            rule=rule,
             region=region,
             outputs=tuple((place, nr) for nr in range(len(wiring.shapes[place]))),
             inputs=wiring.edges[place],
             wanted=wiring.wanted[place],
+            dtypes=tuple(None if link is None else dtypes[link] for link in wiring.edges[place]),
             is_loss=place in loss,
-            is_half=wiring.dtypes[place][0] in LOW_PRECISION,
-            followers=tuple(stops[link[0]] for link in sources if link is not None and link[0] in ahead),
+            is_half=is_half,
+            is_plain=not (rule is None or is_half or region is not None or isinstance(rule, Rebuilt)),
+            train=() if place in ahead else trains[place],
         )
     return Plan(
         method=method,
@@ -144,13 +157,17 @@ def _new_plan(rows: tuple[Row, ...], question: Question, fallback: Rule | None =
         ahead=ahead,
         places=wiring.order,
         targets=frozenset(question.targets or ()),
-        dtypes={
-            (place, nr): torch.float32 if dtype in LOW_PRECISION else dtype
-            for place, dtypes in enumerate(wiring.dtypes)
-            for nr, dtype in enumerate(dtypes)
-        },
+        dtypes=dtypes,
         owner=next((place for place in wiring.order if rules[place] is None), None),
     )
+
+
+def _dtypes(wiring: Wiring) -> dict[Link, torch.dtype]:
+    return {
+        (place, nr): torch.float32 if dtype in LOW_PRECISION else dtype
+        for place, dtypes in enumerate(wiring.dtypes)
+        for nr, dtype in enumerate(dtypes)
+    }
 
 
 # planning costs more than a small network's arithmetic, and graphs repeat from step to step

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, final
 
 import torch
@@ -38,11 +38,12 @@ class Walk:
         self._readable = self._prepare_saved()
         self._ahead = frozenset[int]()  # places that are visited before torch comes to them
         self._pending: dict[Link, Tensor] = {}
-        self._leaves: list[tuple[Tensor, Tensor | None]] = []  # variables that torch gave a gradient, their curvature
-        self._before: list[tuple[Tensor, Tensor | None, Tensor | None]] = []  # variable, its .grad, a copy of that
+        # variables that torch gives a gradient, their curvature; their .grad before the pass, a copy of that
+        self._leaves: list[tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]] = []
         self._handles: list[Any] = []
         self._workspace: Workspace | None = None
         self._nested = False
+        self._modes: Callable[[], contextlib.AbstractContextManager[None]] = _recording_and_casting_off
         weakref.finalize(self, _remove_all, self._handles)  # a backward that fails elsewhere does not tell us
         if plan.stops:
             self._arming = graphs.on_arrival(graph.nodes[plan.stops[0].place], self._start)
@@ -58,7 +59,7 @@ class Walk:
     def abort(self) -> None:
         """Undoes what the pass has done so far: hooks and gradients (curvature is written at the end only)."""
         self.disarm()
-        for variable, grad, copy in self._before:
+        for variable, _, grad, copy in self._leaves:
             if grad is not None and copy is not None:
                 with torch.no_grad():
                     grad.copy_(copy)
@@ -98,12 +99,14 @@ class Walk:
         graphs.when_backward_ends(self._finish)
         if graphs.running_backward_frees():
             self._handles.append(self._arming)
+        if not torch.is_grad_enabled() and not any(map(torch.is_autocast_enabled, _CAST)):  # the same until the end
+            self._modes = contextlib.nullcontext
         if plan.owner is not None:
             self._workspace = workspace_of(graphs.leaf_of(nodes[plan.owner]))
         if self._workspace is not None:
             self._workspace.begin_pass()
         if self._seed is not None:
-            self._give(plan.start, self._seed)
+            self._pending[plan.start] = self._seed
         walk = weakref.ref(self)
         for stop in plan.stops[1:]:
             if stop.place not in self._ahead:
@@ -116,52 +119,56 @@ class Walk:
             return
         self._nested = True  # second derivatives may run nodes that carry our hooks
         try:
-            with _recording_off(), _autocast_off(), lending(self._workspace):
-                self._visit(stop, [widened(grad) for grad in grads] if stop.is_loss else [None] * len(grads))
-                waiting = list(stop.followers) if self._ahead else []
-                while waiting:
-                    stop = waiting.pop()
-                    self._visit(stop, [None] * len(stop.outputs))
-                    waiting += stop.followers
+            with self._modes(), lending(self._workspace):
+                self._move(stop, [widened(grad) for grad in grads] if stop.is_loss else [None] * len(grads))
+                for follower in stop.train if self._ahead else ():
+                    self._move(follower, [None] * len(follower.outputs))
         except BaseException:
             self.abort()
             raise
         finally:
             self._nested = False
 
-    def _visit(self, stop: Stop, g: Curvatures) -> None:
+    def _move(self, stop: Stop, g: Curvatures) -> None:
         """Moves curvature over one node."""
-        plan, pending = self._plan, self._pending
-        s = [pending.get(link) if link in plan.targets else pending.pop(link, None) for link in stop.outputs]
-        if stop.rule is None:
+        pending, targets = self._pending, self._plan.targets
+        s = [pending.get(link) if link in targets else pending.pop(link, None) for link in stop.outputs]
+        if stop.is_plain:
+            curvatures = stop.rule(self._graph.nodes[stop.place], s, g, stop.wanted)  # type: ignore[misc]
+        elif stop.rule is None:
             self._arrive(stop.place, s[0])
             return
-        for link, curvature in self._curvatures(stop, s, g):
-            if link is not None and curvature is not None:
-                dtype = plan.dtypes[link]
-                self._give(link, curvature if curvature.dtype is dtype else curvature.to(dtype))
+        elif stop.region is not None:
+            for source, curvature in region_curvatures(stop.region, self._graph, s[0], g[0], targets):
+                self._give(source, curvature, self._plan.dtypes[source])
+            return
+        else:
+            curvatures = self._special(stop, s, g)
+        for link, curvature, dtype in zip(stop.inputs, curvatures, stop.dtypes, strict=True):
+            if link is not None:
+                self._give(link, curvature, dtype)
 
-    def _curvatures(self, stop: Stop, s: Curvatures, g: Curvatures) -> Iterable[tuple[Link | None, Tensor | None]]:
-        if stop.region is not None:
-            return region_curvatures(stop.region, self._graph, s[0], g[0], self._plan.targets)
+    def _special(self, stop: Stop, s: Curvatures, g: Curvatures) -> Curvatures:
         node: Any = self._graph.nodes[stop.place]
         seen = Widened(node) if stop.is_half else node
         if isinstance(stop.rule, Rebuilt):
-            curvatures = _walk_rebuilt(stop.rule, seen, s, g, self._plan.method)
-        else:
-            assert stop.rule is not None
-            curvatures = stop.rule(seen, s, g, stop.wanted)
-        return zip(stop.inputs, curvatures, strict=True)
+            return _walk_rebuilt(stop.rule, seen, s, g, self._plan.method)
+        assert stop.rule is not None
+        return stop.rule(seen, s, g, stop.wanted)
 
-    def _give(self, link: Link, curvature: Tensor) -> None:
+    def _give(self, link: Link, curvature: Tensor | None, dtype: torch.dtype | None) -> None:
         """Fan-out: what several consumers say of one tensor is added; their cross terms are what HesScale drops."""
-        pending = self._pending.get(link)
-        self._pending[link] = curvature if pending is None else pending + curvature
+        if curvature is None:
+            return
+        if curvature.dtype is not dtype:
+            curvature = curvature.to(dtype)
+        pending = self._pending
+        pending[link] = pending[link] + curvature if link in pending else curvature
 
     def _arrive(self, place: int, s: Tensor | None) -> None:
         node = self._graph.nodes[place]
         variable = graphs.leaf_of(node)
-        if place in self._ahead and variable.grad is not None:  # which some hook may still change
+        if variable.grad is not None and place in self._ahead:  # which some hook may still change
             walk = weakref.ref(self)
             self._handles.append(graphs.on_arrival(node, lambda grads: _note(walk, variable, s)))
         else:
@@ -170,17 +177,15 @@ class Walk:
     def note(self, variable: Tensor, s: Tensor | None) -> None:
         """Keeps what is to be written to a leaf, and what to restore if the pass fails."""
         grad = variable.grad
-        with torch.no_grad():
-            self._before.append((variable, grad, None if grad is None else grad.clone()))
-        self._leaves.append((variable, s))
+        self._leaves.append((variable, s, grad, None if grad is None else grad.detach().clone()))
 
     @torch.no_grad()
     def _finish(self) -> None:
         """Writes ``p.curvature`` wherever torch has written ``p.grad``."""
         taken = self._storages_of_others()
-        for (variable, s), (_, grad, _) in zip(self._leaves, self._before, strict=True):
-            old = getattr(variable, "curvature", None)
-            if grad is None or old is None:
+        for variable, s, grad, _ in self._leaves:
+            old = None if grad is None else getattr(variable, "curvature", None)
+            if old is None:
                 variable.curvature = _owned(s, variable, taken)  # type: ignore[attr-defined]
             elif s is not None:
                 variable.curvature = old.to(s).add_(s)  # type: ignore[attr-defined]  # the model may have moved
@@ -197,7 +202,6 @@ class Walk:
     def _forget(self) -> None:
         self._pending.clear()
         self._leaves.clear()
-        self._before.clear()
 
 
 def _walk_rebuilt(rule: Rebuilt, node: Any, s: Curvatures, g: Curvatures, method: Method) -> Curvatures:
@@ -225,18 +229,17 @@ def _joined(seeds: Curvatures, outputs: Sequence[Tensor]) -> Tensor | None:
     return torch.cat([(torch.zeros_like(out) if seed is None else seed).reshape(-1) for seed, out in pairs])
 
 
-_NOTHING: Final = contextlib.nullcontext()
+@contextlib.contextmanager
+def _recording_and_casting_off() -> Iterator[None]:
+    """Rules record nothing, and compute in the precision of what they are given."""
+    with torch.no_grad(), contextlib.ExitStack() as stack:
+        for kind in _CAST:
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
 
 
-def _recording_off() -> contextlib.AbstractContextManager[Any]:
-    """It is off already, unless the backward pass runs with create_graph."""
-    return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
-
-
-def _autocast_off() -> contextlib.AbstractContextManager[Any]:
-    """Rules compute in the precision of what they are given, also if backward is called under autocast."""
-    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-    return torch.autocast(kinds[0], enabled=False) if kinds else _NOTHING
+_CAST: Final = ("cpu", "cuda")
 
 
 def _remove_all(handles: list[Any]) -> None:
@@ -265,8 +268,8 @@ def _owned(s: Tensor | None, like: Tensor, taken: set[int]) -> Tensor:
     if s is None or s._is_zerotensor():  # torch's zeros without memory
         return torch.zeros_like(like, requires_grad=False)
     storage = s.untyped_storage()
-    whole = storage.nbytes() == s.numel() * s.element_size()
-    if whole and s.stride() == like.stride() and storage.data_ptr() not in taken:
-        taken.add(storage.data_ptr())
-        return s.detach()
+    memory = storage.data_ptr()
+    if storage.nbytes() == s.nbytes and memory not in taken and s.stride() == like.stride():
+        taken.add(memory)
+        return s.detach() if s.requires_grad else s
     return torch.empty_like(like, dtype=s.dtype, requires_grad=False).copy_(s)

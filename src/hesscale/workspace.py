@@ -10,7 +10,6 @@ with the next pass of the thread. On other devices than the CPU torch's own allo
 
 from __future__ import annotations
 
-import math
 import sys
 import threading
 from typing import Final, final
@@ -96,7 +95,9 @@ def workspace_of(leaf: Tensor) -> Workspace | None:
         return None
     release()
     storage = leaf.untyped_storage()
-    found = _LOCAL.by_memory.setdefault(storage._cdata, (StorageWeakRef(storage), Workspace()))
+    found = _LOCAL.by_memory.get(storage._cdata)
+    if found is None:
+        found = _LOCAL.by_memory[storage._cdata] = (StorageWeakRef(storage), Workspace())
     return found[1]
 
 
@@ -109,7 +110,7 @@ def release() -> None:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    return type(tensor) in _PLAIN and tensor.device.type == "cpu" and tensor.layout is torch.strided
+    return type(tensor) in _PLAIN and tensor.is_cpu and tensor.layout is torch.strided
 
 
 @final
@@ -128,18 +129,19 @@ class lending:
         _LOCAL.current = self._before
 
 
-def _empty(layout: Layout, like: Tensor) -> Tensor | None:
+def _empty(size: tuple[int, ...], stride: tuple[int, ...], like: Tensor) -> Tensor | None:
     """Memory for a result of this layout, of the dtype of ``like``; None where torch should allocate it itself."""
     workspace = _LOCAL.current
     if workspace is None or torch.is_grad_enabled() or not _is_plain(like):
         return None
-    large = math.prod(layout[0]) * like.element_size() >= LEAST
-    return workspace.empty(layout, like.dtype) if large else None
+    return workspace.empty((size, stride), like.dtype)
 
 
 def squared(x: Tensor) -> Tensor:
     """x², laid out as x is."""
-    return torch.mul(x, x, out=_empty((tuple(x.shape), x.stride()), x) if _is_dense(x) else None)
+    if x.nbytes < LEAST or not _is_dense(x):
+        return torch.mul(x, x)
+    return torch.mul(x, x, out=_empty(x.shape, x.stride(), x))
 
 
 def _is_dense(x: Tensor) -> bool:
@@ -154,4 +156,6 @@ def _is_dense(x: Tensor) -> bool:
 def product(a: Tensor, b: Tensor) -> Tensor:
     """ab for two matrices."""
     rows, columns = a.shape[0], b.shape[1]
-    return torch.mm(a, b, out=_empty(((rows, columns), (columns, 1)), a))
+    if rows * columns * a.itemsize < LEAST:
+        return torch.mm(a, b)
+    return torch.mm(a, b, out=_empty((rows, columns), (columns, 1), a))

@@ -7,6 +7,7 @@ for each input. A missing s is zero curvature; a missing g means that the residu
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..workspace import squared
+from ..workspace import LEAST, squared
 from .calculus import added, pull, reduced
 
 Curvatures = Sequence[Tensor | None]
@@ -56,16 +57,20 @@ class Selection(Rule):
 
     ``scaled``: each input element feeds at most one output, with any coefficient c; then Jᵀs ∘ Jᵀ1 = c²s.
     ``linear=False``: which elements are selected depends on their values (max, sort), so f is only piecewise linear.
+    ``by``: Jᵀ as a function, where that is a shorter way than over the node.
     """
 
     scaled: bool = False
     linear: bool = True
+    by: Callable[[Tensor], Tensor] | None = None
     pointwise: bool = False
     needs_gradient: bool = False
 
     def __call__(self, node: Any, s: Curvatures, g: Curvatures, wanted: Sequence[torch.Size | None]) -> Curvatures:
         if s[0] is None and all(entry is None for entry in s):
             return (None,) * len(wanted)
+        if self.by is not None and s[0] is not None:
+            return (self.by(s[0]),)
         moved = self._scaled(node, s) if self.scaled else pull(node, *s)
         return [reduced(_dense(entry), shape) for entry, shape in zip(moved, wanted, strict=True)]
 
@@ -172,7 +177,7 @@ def _by_ratio(
         inner.add_(g, alpha=a)
     if g is not None and t is not None:
         inner.addcmul_(g, t, value=b)
-    if again is not None and type(inner) is Tensor:
+    if again is not None and type(inner) is Tensor and inner.nbytes >= LEAST:
         return again(inner, t, grad_input=inner)
     return pull(node, inner)[0]
 
@@ -202,12 +207,16 @@ class Bilinear(Rule):
     pointwise: bool = False
     needs_gradient: bool = False
 
+    @functools.cached_property
+    def _names(self) -> tuple[str, ...]:
+        return tuple(f"_saved_{name}" for name in self.operands)
+
     def __call__(self, node: Any, s: Curvatures, g: Curvatures, wanted: Sequence[torch.Size | None]) -> Curvatures:
-        s0 = only(s)
+        s0 = s[0]
         if s0 is None:
             return (None,) * len(wanted)
-        saved = (getattr(node, f"_saved_{name}") for name in self.operands)
-        return self.backward(node, s0, wanted, *(None if tensor is None else squared(tensor) for tensor in saved))
+        saved = [getattr(node, name) for name in self._names]
+        return self.backward(node, s0, wanted, *[None if tensor is None else squared(tensor) for tensor in saved])
 
     def is_linear(self, wanted: Sequence[torch.Size | None]) -> bool:
         inputs = {i for i, shape in enumerate(wanted) if shape is not None}

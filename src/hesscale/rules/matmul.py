@@ -30,7 +30,7 @@ def _right(s: Tensor, a2: Square, shape: torch.Size | None, *, transposed: bool 
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    return product(a, b) if a.dim() == b.dim() == 2 else a @ b
+    return product(a, b) if a.ndim == b.ndim == 2 else a @ b
 
 
 def _is_transposed(strides: Sequence[int]) -> bool:
@@ -45,10 +45,7 @@ def mm(node: Any, s: Tensor, wanted: Shapes, a2: Square, b2: Square) -> Curvatur
 
 def addmm(node: Any, s: Tensor, wanted: Shapes, a2: Square, b2: Square) -> Curvatures:
     """y = βC + αAB:  β²s summed to C,  α²s (B²)ᵀ  and  (A²)ᵀ α²s."""
-    scaled = _scaled(s, node._saved_alpha)
-    transposed = _is_transposed(node._saved_mat2_sym_strides)
-    left, right = _left(scaled, b2, wanted[1]), _right(scaled, a2, wanted[2], transposed=transposed)
-    return _added(s, node._saved_beta, wanted[0]), left, right
+    return _added(s, node._saved_beta, wanted[0]), *mm(node, _scaled(s, node._saved_alpha), wanted[1:], a2, b2)
 
 
 def bmm(node: Any, s: Tensor, wanted: Shapes, a2: Square, b2: Square) -> Curvatures:

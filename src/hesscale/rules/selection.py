@@ -1,5 +1,7 @@
 """Operations whose Jacobian holds only zeros and ones: their own backward transports curvature. A list of names."""
 
+from torch import Tensor
+
 from .families import Selection
 from .table import register
 
@@ -24,7 +26,6 @@ register(
     "SqueezeBackward1",
     "SqueezeBackward2",
     "SqueezeBackward4",
-    "TBackward0",
     "TransposeBackward0",
     "UnfoldBackward0",
     "UnsafeViewBackward0",
@@ -54,6 +55,7 @@ register(
     "UnsqueezeBackward0_copy",
     "ViewBackward0_copy",
 )
+register(Selection(by=Tensor.t), "TBackward0")  # every linear layer has one
 # the same element at the same place
 register(Selection(pointwise=True), "AliasBackward0", "AliasBackward0_copy", "CloneBackward0")
 # picking elements by index
