@@ -6,6 +6,7 @@ import functools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,8 +20,7 @@ from .rules.families import Rebuilt, Rule
 from .rules.table import RuleTable
 
 
-@dataclass(frozen=True)
-class Method:
+class Method(NamedTuple):
     """A way to walk: by which rules, and whether the residual is dropped behind the loss."""
 
     rules: RuleTable
@@ -41,8 +41,7 @@ def method_named(name: str) -> Method:
     return METHODS[name]
 
 
-@dataclass(frozen=True)
-class Question:
+class Question(NamedTuple):
     """What is asked of a graph, beside its rows."""
 
     method: Method

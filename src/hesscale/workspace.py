@@ -137,11 +137,14 @@ def _empty(size: tuple[int, ...], stride: tuple[int, ...], like: Tensor) -> Tens
     return workspace.empty((size, stride), like.dtype)
 
 
+def room_like(x: Tensor) -> Tensor | None:
+    """Memory for a result laid out as x is; None where torch should allocate it itself."""
+    return _empty(x.shape, x.stride(), x) if x.nbytes >= LEAST and _is_dense(x) else None
+
+
 def squared(x: Tensor) -> Tensor:
     """x², laid out as x is."""
-    if x.nbytes < LEAST or not _is_dense(x):
-        return torch.mul(x, x)
-    return torch.mul(x, x, out=_empty(x.shape, x.stride(), x))
+    return torch.mul(x, x, out=room_like(x))
 
 
 def _is_dense(x: Tensor) -> bool:

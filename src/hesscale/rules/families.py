@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..workspace import LEAST, squared
+from ..workspace import room_like, squared
 from .calculus import added, pull, reduced
 
 Curvatures = Sequence[Tensor | None]
@@ -67,10 +67,10 @@ class Selection(Rule):
     needs_gradient: bool = False
 
     def __call__(self, node: Any, s: Curvatures, g: Curvatures, wanted: Sequence[torch.Size | None]) -> Curvatures:
+        if self.by is not None:
+            return (None if s[0] is None else self.by(s[0]),)
         if s[0] is None and all(entry is None for entry in s):
             return (None,) * len(wanted)
-        if self.by is not None and s[0] is not None:
-            return (self.by(s[0]),)
         moved = self._scaled(node, s) if self.scaled else pull(node, *s)
         return [reduced(_dense(entry), shape) for entry, shape in zip(moved, wanted, strict=True)]
 
@@ -169,7 +169,8 @@ def _by_ratio(
     a, b, t = ratio
     if s is None:
         return None if g is None else pull(node, a * g if t is None else g * (a + b * t))[0]
-    inner = pull(node, s)[0]
+    room = None if again is None else room_like(s)
+    inner = pull(node, s)[0] if again is None or room is None else again(s, t, grad_input=room)
     if inner is None:
         return None
     inner = inner.clone() if inner.data_ptr() == s.data_ptr() else inner  # some backward may hand on what it was given
@@ -177,9 +178,7 @@ def _by_ratio(
         inner.add_(g, alpha=a)
     if g is not None and t is not None:
         inner.addcmul_(g, t, value=b)
-    if again is not None and type(inner) is Tensor and inner.nbytes >= LEAST:
-        return again(inner, t, grad_input=inner)
-    return pull(node, inner)[0]
+    return pull(node, inner)[0] if again is None or room is None else again(inner, t, grad_input=inner)
 
 
 def _curvature(pair: Pair, s: Tensor | None, g: Tensor | None) -> Tensor | None:
