@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import chain, islice
+from operator import attrgetter, is_not, itemgetter, methodcaller
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +22,9 @@ Link = tuple[int, int]
 Row = tuple[str, type, tuple[Link | None, ...], tuple[tuple[tuple[int, ...], torch.dtype, torch.device], ...]]
 """All there is to know of a node without the node: name, class, inputs, and shape, dtype and device of each output."""
 
+Saved = Sequence[tuple[int, str]]
+"""Saved tensors by the place of their node and their name there."""
+
 LEAF = "torch::autograd::AccumulateGrad"
 
 _FREED = (
@@ -29,13 +34,42 @@ _FREED = (
 _COMPLEX = "hesscale works on real tensors only, and this graph holds a complex one (made by {name})."
 
 
+class Columns(NamedTuple):
+    """All rows of a graph, column by column: built and compared in a few calls instead of many for each node."""
+
+    names: tuple[str, ...]
+    kinds: tuple[type, ...]
+    fan_in: tuple[int, ...]  # inputs of each node
+    children: tuple[int | None, ...]  # by place, of one node after the other
+    numbers: tuple[int, ...]  # which of a child's outputs
+    fan_out: tuple[int, ...]  # outputs of each node
+    shapes: tuple[tuple[int, ...], ...]  # of one node's outputs after the other's
+    dtypes: tuple[torch.dtype, ...]
+    devices: tuple[torch.device, ...]
+
+    def rows(self) -> tuple[Row, ...]:
+        """The same row by row."""
+        pairs = zip(self.children, self.numbers, strict=True)
+        links = (None if place is None else (place, nr) for place, nr in pairs)
+        outputs = zip(self.shapes, self.dtypes, self.devices, strict=True)
+        return tuple(
+            (name, kind, tuple(islice(links, fan_in)), tuple(islice(outputs, fan_out)))
+            for name, kind, fan_in, fan_out in zip(self.names, self.kinds, self.fan_in, self.fan_out, strict=True)
+        )
+
+
 @dataclass(frozen=True)
 class Graph:
-    """Everything behind one tensor. The rows repeat from pass to pass of a model, the nodes are new each time."""
+    """Everything behind one tensor. The columns repeat from pass to pass of a model, the nodes are new each time."""
 
     nodes: tuple[Node, ...]  # by place; the root's is 0
-    rows: tuple[Row, ...]
+    columns: Columns
     places: Mapping[Node, int]
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """What is known of the nodes, one by one."""
+        return self.columns.rows()
 
     def link(self, edge: Edge) -> Link:
         """The edge by place; KeyError if it is not part of this graph."""
@@ -70,24 +104,35 @@ def edge_of(tensor: Tensor) -> Edge:
 
 def trace(root: Node) -> Graph:
     """The whole graph behind ``root``."""
-    places = {root: 0}
+    places: dict[Any, int] = {root: 0}
     nodes: list[Any] = [root]
-    rows: list[Row] = []
+    edges: list[tuple[Any, int]] = []
     for node in nodes:  # grows while it is read
-        inputs: list[Link | None] = []
-        for child, nr in node.next_functions:
-            if child is None:
-                inputs.append(None)
-                continue
-            place = places.get(child)
-            if place is None:
-                place = places[child] = len(nodes)
-                nodes.append(child)
-            inputs.append((place, nr))
-        name = node.name()
-        outputs = (leaf_of(node),) if name == LEAF else node._input_metadata
-        rows.append((name, type(node), tuple(inputs), tuple([(tuple(o.shape), o.dtype, o.device) for o in outputs])))
-    return Graph(tuple(nodes), tuple(rows), places)
+        for edge in node.next_functions:
+            edges.append(edge)
+            if edge[0] not in places and edge[0] is not None:
+                places[edge[0]] = len(nodes)
+                nodes.append(edge[0])
+    names = (*map(_name, nodes),)
+    outputs = [(node.variable,) if name == LEAF else node._input_metadata for node, name in zip(nodes, names)]  # noqa: B905
+    described = (*chain.from_iterable(outputs),)
+    columns = Columns(
+        names=names,
+        kinds=(*map(type, nodes),),
+        fan_in=(*map(len, map(_inputs, nodes)),),
+        children=(*map(places.get, map(_first, edges)),),
+        numbers=(*map(_second, edges),),
+        fan_out=(*map(len, outputs),),
+        shapes=(*map(tuple, map(_shape, described)),),
+        dtypes=(*map(_dtype, described),),
+        devices=(*map(_device, described),),
+    )
+    return Graph((*nodes,), columns, places)
+
+
+_name = methodcaller("name")
+_inputs, _shape, _dtype, _device = map(attrgetter, ("next_functions", "shape", "dtype", "device"))
+_first, _second = itemgetter(0), itemgetter(1)
 
 
 def wire(rows: Sequence[Row], targets: Sequence[Link] | None = None) -> Wiring:
@@ -158,34 +203,57 @@ def behind(links: Iterable[Link], rows: Sequence[Row]) -> set[int]:
     return found
 
 
-def prepare_saved(nodes: Iterable[Node]) -> bool:
-    """Raises if a node's saved tensors are gone, and lets checkpointed ones be read by a rule and by torch.
+def saved_names(kind: type) -> tuple[str, ...]:
+    """What nodes of this class call the tensors that they saved, in the form that does not unpack them."""
+    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
 
-    Returns whether all of them can be read at any time: checkpoints and offloading bring a tensor back when torch
-    comes to it, sharded training fills an empty one. Looks without unpacking, which might recompute a checkpoint.
+
+def prepare_saved(nodes: Sequence[Any], saved: Saved) -> bool:
+    """Raises if a saved tensor is gone, and lets checkpointed ones be read by a rule and by torch.
+
+    ``saved`` says whose they are, and their names. Returns whether all can be read at any time: checkpoints and
+    offloading bring a tensor back when torch comes to it, sharded training fills an empty one. Looks without
+    unpacking, which might recompute a checkpoint.
     """
+    try:
+        packed = [getattr(nodes[place], name) for place, name in saved]
+        doubtful = saved if _is_hooked(packed) else _not_in_memory(saved, [*map(_data, packed)])
+        return False not in [_prepare(nodes[place], name) for place, name in doubtful]  # all are to be prepared
+    except RuntimeError:
+        raise RuntimeError(_FREED) from None
+
+
+def _is_hooked(packed: Sequence[Any]) -> bool:
+    """Whether there is more to any of them than a tensor; seen at a glance, as it is nearly never so."""
+    return not _SAVED.issuperset(map(type, packed)) or not {None}.issuperset(map(_unpack_hook, packed))
+
+
+def _not_in_memory(saved: Saved, data: Sequence[Any]) -> Saved:
+    if not _PLAIN.issuperset(map(type, data)) or not {torch.strided}.issuperset(map(_layout, filter(_is_there, data))):
+        return saved
+    if 0 in map(_nbytes, map(Tensor.untyped_storage, filter(_is_there, data))):
+        return saved
+    return [pair for pair, one in zip(saved, data, strict=True) if one is None]
+
+
+def _prepare(node: Any, name: str) -> bool:
     at_any_time = True
-    for node in nodes:
-        for name in _saved_names(type(node)):
-            try:
-                raw = getattr(node, name)
-                for packed in raw if isinstance(raw, (tuple, list)) else (raw,):
-                    data = packed.data
-                    if data is None:
-                        getattr(node, name.replace("_raw", "", 1))  # None if it was not needed, raises if it was freed
-                    elif packed.unpack_hook is not None:
-                        _allow_second_reading(data)
-                        at_any_time = False
-                    elif data.layout is torch.strided and not data.untyped_storage().nbytes():
-                        at_any_time = False
-            except RuntimeError:
-                raise RuntimeError(_FREED) from None
+    packed = getattr(node, name)
+    for one in packed if isinstance(packed, (tuple, list)) else (packed,):
+        data = one.data
+        if data is None:
+            getattr(node, name.replace("_raw", "", 1))  # None if it was not needed, raises if it was freed
+        elif one.unpack_hook is not None:
+            _allow_second_reading(data)
+            at_any_time = False
+        elif data.layout is torch.strided and not data.untyped_storage().nbytes():
+            at_any_time = False
     return at_any_time
 
 
-@functools.cache
-def _saved_names(kind: type) -> tuple[str, ...]:
-    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
+_unpack_hook, _data, _layout = map(attrgetter, ("unpack_hook", "data", "layout"))
+_nbytes, _is_there = torch.UntypedStorage.nbytes, functools.partial(is_not, None)
+_SAVED, _PLAIN = {torch._C._autograd.SavedTensor}, {Tensor, torch.nn.Parameter, type(None)}
 
 
 class _Kept(dict[int, Any]):

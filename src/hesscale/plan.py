@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .errors import OPAQUE, MissingRuleError
-from .graph import LEAF, Edge, Graph, Link, Row, Wiring, behind, edge_of, trace, wire
+from .graph import LEAF, Columns, Edge, Graph, Link, Row, Wiring, behind, edge_of, saved_names, trace, wire
 from .regions import Region, Rules, find_regions
 from .rules import BL89, RULES
 from .rules.calculus import LOW_PRECISION
@@ -66,7 +66,9 @@ class Stop:
     is_loss: bool  # it is handed g, and with it its residual
     is_half: bool  # it works in half precision
     is_plain: bool  # its rule is all there is to call
+    no_gradient: tuple[None, ...]  # g where it is handed none, one per output
     train: tuple[Stop, ...]  # stops behind it that need not wait for torch, in order; empty at those themselves
+    ends: tuple[tuple[int, Link], ...]  # leaves behind those, and the curvature each gets
 
 
 @dataclass(frozen=True)
@@ -76,8 +78,10 @@ class Plan:
     method: Method
     start: Link
     stops: tuple[Stop, ...]  # the root first; places inside a region are left out
+    waiting: tuple[Stop, ...]  # those that wait for torch, without the root
     ahead: frozenset[int]  # places that follow others
-    places: tuple[int, ...]  # all whose saved tensors are read
+    leaves: tuple[int, ...]  # the places of leaves, without the root
+    saved: tuple[tuple[int, str], ...]  # tensors that rules may read: whose, and their names
     targets: frozenset[Link]  # edges whose curvature is kept to the end of the pass
     dtypes: dict[Link, torch.dtype]  # of curvature: as torch has gradients, but half precision in single
     owner: int | None  # the first leaf: a workspace lives as long as it
@@ -110,11 +114,12 @@ def make_plan(
         borders=tuple(map(graph.link, borders)),
         targets=None if targets is None else tuple(graph.link(edge) for edge in targets if edge[0] in graph.places),
     )
-    return (_plan(graph.rows, question) if fallback is None else _new_plan(graph.rows, question, fallback)), graph
+    columns = graph.columns
+    return (_plan(columns, question) if fallback is None else _new_plan(columns, question, fallback)), graph
 
 
-def _new_plan(rows: tuple[Row, ...], question: Question, fallback: Rule | None = None) -> Plan:
-    method = question.method
+def _new_plan(columns: Columns, question: Question, fallback: Rule | None = None) -> Plan:
+    method, rows = question.method, columns.rows()
     wiring = wire(rows, question.targets)
     rules = look_up(rows, wiring.order, method.rules, fallback)
     loss = frozenset(wiring.order)
@@ -147,14 +152,18 @@ def _new_plan(rows: tuple[Row, ...], question: Question, fallback: Rule | None =
             is_loss=place in loss,
             is_half=is_half,
             is_plain=not (rule is None or is_half or region is not None or isinstance(rule, Rebuilt)),
-            train=() if place in ahead else trains[place],
+            no_gradient=(None,) * len(wiring.shapes[place]),
+            train=() if place in ahead else tuple(stop for stop in trains[place] if stop.rule is not None),
+            ends=tuple((stop.place, stop.outputs[0]) for stop in trains[place] if stop.rule is None),
         )
     return Plan(
         method=method,
         start=question.start,
         stops=tuple(reversed(stops.values())),
+        waiting=tuple(stop for stop in reversed(stops.values()) if stop.place and stop.place not in ahead),
         ahead=ahead,
-        places=wiring.order,
+        leaves=tuple(place for place in wiring.order[1:] if rules[place] is None),
+        saved=tuple((place, name) for place in wiring.order for name in saved_names(rows[place][1])),
         targets=frozenset(question.targets or ()),
         dtypes=dtypes,
         owner=next((place for place in wiring.order if rules[place] is None), None),

@@ -16,7 +16,7 @@ from .plan import Method, Plan, Stop, make_plan
 from .regions import region_curvatures
 from .rules.calculus import Widened, widened
 from .rules.families import Curvatures, Rebuilt
-from .workspace import Workspace, lending, workspace_of
+from .workspace import Workspace, lend_from, workspace_of
 
 _TWO_LOSSES = "two attached losses meet in one backward pass: add the losses first, then attach their sum, once"
 _RUNNING: Final[weakref.WeakValueDictionary[int, Walk]] = weakref.WeakValueDictionary()
@@ -43,7 +43,7 @@ class Walk:
         self._handles: list[Any] = []
         self._workspace: Workspace | None = None
         self._nested = False
-        self._modes: Callable[[], contextlib.AbstractContextManager[None]] = _recording_and_casting_off
+        self._is_quiet = False  # neither create_graph nor autocast
         weakref.finalize(self, _remove_all, self._handles)  # a backward that fails elsewhere does not tell us
         if plan.stops:
             self._arming = graphs.on_arrival(graph.nodes[plan.stops[0].place], self._start)
@@ -76,7 +76,7 @@ class Walk:
         return tuple(None if x is None else _owned(s, x, taken) for s, x in zip(found, like, strict=True))
 
     def _prepare_saved(self) -> bool:
-        return graphs.prepare_saved(self._graph.nodes[place] for place in self._plan.places)
+        return graphs.prepare_saved(self._graph.nodes, self._plan.saved)
 
     def _start(self, grads: Sequence[Tensor | None]) -> None:
         if self._nested:
@@ -84,12 +84,12 @@ class Walk:
         self._unhook()
         self._forget()
         plan, nodes = self._plan, self._graph.nodes
-        written = [graphs.running_backward_accumulates(nodes[s.place]) for s in plan.stops[1:] if s.rule is None]
-        if written and not any(written):  # torch.autograd.grad on an attached loss: there is nothing to write
+        written = {graphs.running_backward_accumulates(nodes[place]) for place in plan.leaves}
+        if written == {False}:  # torch.autograd.grad on an attached loss: there is nothing to write
             return
         # not where torch leaves parts of the graph alone, or what rules read comes back only when torch gets there
         all_there = self._prepare_saved() if self._starts_later else self._readable
-        self._ahead = plan.ahead if all(written) and all_there else frozenset[int]()
+        self._ahead = plan.ahead if False not in written and all_there else frozenset[int]()
         other = _RUNNING.get(graphs.running_backward())
         if other is not None:
             other.abort()
@@ -99,8 +99,7 @@ class Walk:
         graphs.when_backward_ends(self._finish)
         if graphs.running_backward_frees():
             self._handles.append(self._arming)
-        if not torch.is_grad_enabled() and not any(map(torch.is_autocast_enabled, _CAST)):  # the same until the end
-            self._modes = contextlib.nullcontext
+        self._is_quiet = not torch.is_grad_enabled() and not any(map(torch.is_autocast_enabled, _CAST))
         if plan.owner is not None:
             self._workspace = workspace_of(graphs.leaf_of(nodes[plan.owner]))
         if self._workspace is not None:
@@ -108,9 +107,8 @@ class Walk:
         if self._seed is not None:
             self._pending[plan.start] = self._seed
         walk = weakref.ref(self)
-        for stop in plan.stops[1:]:
-            if stop.place not in self._ahead:
-                self._handles.append(graphs.on_arrival(nodes[stop.place], _hook(walk, stop)))
+        for stop in plan.waiting if self._ahead else plan.stops[1:]:
+            self._handles.append(graphs.on_arrival(nodes[stop.place], _hook(walk, stop)))
         self.visit(plan.stops[0], grads)
 
     def visit(self, stop: Stop, grads: Sequence[Tensor | None]) -> None:
@@ -118,16 +116,28 @@ class Walk:
         if self._nested:
             return
         self._nested = True  # second derivatives may run nodes that carry our hooks
+        before = lend_from(self._workspace)
         try:
-            with self._modes(), lending(self._workspace):
-                self._move(stop, [widened(grad) for grad in grads] if stop.is_loss else [None] * len(grads))
-                for follower in stop.train if self._ahead else ():
-                    self._move(follower, [None] * len(follower.outputs))
+            if self._is_quiet:
+                self._move_along(stop, grads)
+            else:
+                with _recording_and_casting_off():
+                    self._move_along(stop, grads)
         except BaseException:
             self.abort()
             raise
         finally:
+            lend_from(before)
             self._nested = False
+
+    def _move_along(self, stop: Stop, grads: Sequence[Tensor | None]) -> None:
+        self._move(stop, [widened(grad) for grad in grads] if stop.is_loss else stop.no_gradient)
+        if not self._ahead:
+            return
+        for follower in stop.train:
+            self._move(follower, follower.no_gradient)
+        for place, link in stop.ends:
+            self._arrive(place, self._pending.pop(link, None))
 
     def _move(self, stop: Stop, g: Curvatures) -> None:
         """Moves curvature over one node."""
@@ -140,12 +150,13 @@ class Walk:
             return
         elif stop.region is not None:
             for source, curvature in region_curvatures(stop.region, self._graph, s[0], g[0], targets):
-                self._give(source, curvature, self._plan.dtypes[source])
+                if curvature is not None:
+                    self._give(source, curvature, self._plan.dtypes[source])
             return
         else:
             curvatures = self._special(stop, s, g)
         for link, curvature, dtype in zip(stop.inputs, curvatures, stop.dtypes, strict=True):
-            if link is not None:
+            if link is not None and curvature is not None:
                 self._give(link, curvature, dtype)
 
     def _special(self, stop: Stop, s: Curvatures, g: Curvatures) -> Curvatures:
@@ -156,10 +167,8 @@ class Walk:
         assert stop.rule is not None
         return stop.rule(seen, s, g, stop.wanted)
 
-    def _give(self, link: Link, curvature: Tensor | None, dtype: torch.dtype | None) -> None:
+    def _give(self, link: Link, curvature: Tensor, dtype: torch.dtype | None) -> None:
         """Fan-out: what several consumers say of one tensor is added; their cross terms are what HesScale drops."""
-        if curvature is None:
-            return
         if curvature.dtype is not dtype:
             curvature = curvature.to(dtype)
         pending = self._pending
@@ -168,7 +177,9 @@ class Walk:
     def _arrive(self, place: int, s: Tensor | None) -> None:
         node = self._graph.nodes[place]
         variable = graphs.leaf_of(node)
-        if variable.grad is not None and place in self._ahead:  # which some hook may still change
+        if variable.grad is None:
+            self._leaves.append((variable, s, None, None))
+        elif place in self._ahead:  # some hook may still change it
             walk = weakref.ref(self)
             self._handles.append(graphs.on_arrival(node, lambda grads: _note(walk, variable, s)))
         else:

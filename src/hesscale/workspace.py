@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-LEAST: Final = 1 << 16
+LEAST: Final = 1 << 18
 """Bytes from which memory is lent; less comes from torch without page faults."""
 
 Layout = tuple[tuple[int, ...], tuple[int, ...]]
@@ -71,8 +71,10 @@ class Workspace:
     def empty(self, layout: Layout, dtype: torch.dtype) -> Tensor:
         """A tensor with whatever its memory held before."""
         buffers = self._buffers.setdefault((layout, dtype), [])
-        buffer = next((buffer for buffer in buffers if buffer.is_free), None)
-        if buffer is None:
+        for buffer in buffers:
+            if buffer.is_free:
+                break
+        else:
             buffer = _Buffer(*layout, dtype)
             buffers.append(buffer)
         buffer.last_pass = self._pass
@@ -113,20 +115,10 @@ def _is_plain(tensor: Tensor) -> bool:
     return type(tensor) in _PLAIN and tensor.is_cpu and tensor.layout is torch.strided
 
 
-@final
-class lending:
-    """A context in which the functions below lend from ``workspace``."""
-
-    __slots__ = ("_before", "_workspace")
-
-    def __init__(self, workspace: Workspace | None) -> None:
-        self._workspace = workspace
-
-    def __enter__(self) -> None:
-        self._before, _LOCAL.current = _LOCAL.current, self._workspace
-
-    def __exit__(self, *failure: object) -> None:
-        _LOCAL.current = self._before
+def lend_from(workspace: Workspace | None) -> Workspace | None:
+    """Makes ``workspace`` the one that the functions below lend from, and returns the one before."""
+    before, _LOCAL.current = _LOCAL.current, workspace
+    return before
 
 
 def _empty(size: tuple[int, ...], stride: tuple[int, ...], like: Tensor) -> Tensor | None:
