@@ -106,14 +106,17 @@ def fresh_curvature(group: Mapping[str, Any], index: int) -> Tensor:
     return curvature
 
 
-def non_finite(slots: Sequence[Slot]) -> list[str]:
-    """The gradients and curvatures that hold an inf or a nan, in words. Warns of curvature that is zero throughout.
+def suspicious(slots: Sequence[Slot]) -> list[Slot]:
+    """The slots that may hold an inf or a nan, or a curvature that is zero throughout; all others do not.
 
-    One number per slot finds both: an inf or nan in either makes gᵀh one, and a zero h makes it zero. Only what such a
-    number points at is looked at more closely, since both happen for other reasons too.
+    One number per slot finds both: an inf or nan in either makes gᵀh one, and a zero h makes it zero.
     """
     numbers = _numbers([_product(slot) for slot in slots])
-    suspects = [slot for slot, number in zip(slots, numbers, strict=True) if number == 0.0 or not math.isfinite(number)]
+    return [slot for slot, number in zip(slots, numbers, strict=True) if number == 0.0 or not math.isfinite(number)]
+
+
+def non_finite(suspects: Sequence[Slot]) -> list[str]:
+    """The gradients and curvatures that hold an inf or a nan, in words. Warns of curvature that is zero throughout."""
     found, flat = [], []
     for slot in suspects:
         bad = [what for what, tensor in (("gradient", slot.g), ("curvature", slot.h)) if not _is_finite(tensor)]

@@ -1,4 +1,4 @@
-"""One formula, as a loop over parameters (the reference) and as foreach; kernel.py compiles it into one kernel.
+"""One formula, as a loop over parameters (the reference) and as foreach; native.py and kernel.py have it as kernels.
 
 With m = EMA(g), and V the average of the curvature h that ``scale`` names, over t steps and r refreshes:
 
@@ -93,6 +93,20 @@ def update_by_loop(slots: Sequence[Slot]) -> None:
 def directions_by_loop(slots: Sequence[Slot]) -> list[Tensor]:
     """u of each parameter, which stays where it is; the averages move."""
     return [slot.step_size * slot.m / denominator for slot in slots for denominator in [_average_and_denominator(slot)]]
+
+
+def coefficients(slot: Slot) -> tuple[Any, ...]:
+    """What a kernel is told: 1 − lr·weight_decay, sign, 1 − β₁, β₂, 1 − β₂, step size, eps.
+
+    The correction of c is moved to the step size and to eps, which leaves one division per element:
+
+    m·a / (c/k + eps)  =  m·ak / (c + eps·k)        m·a / √(c²/k² + eps)  =  m·ak / √(c² + eps·k²)
+    """
+    formula, k = slot.formula, slot.correction
+    sign = -1.0 if formula.maximize else 1.0
+    weights = (1 - formula.beta1, formula.beta2, 1 - formula.beta2)
+    eps = formula.eps * (k * k if formula.eps_inside_root else k)
+    return slot.decay, sign, *weights, slot.step_size * k, eps
 
 
 def metric(slot: Slot) -> Tensor:
