@@ -15,7 +15,7 @@ from . import checks, native
 from .amp import LossScale, divide
 from .kernel import directions_by_kernel, update_by_kernel
 from .native import Batch
-from .shards import local, total
+from .shards import is_sharded, local, total
 from .updates import (
     Formula,
     Slot,
@@ -176,26 +176,31 @@ class CurvatureScaled(Optimizer):
         batches, rest = native.gathered(slots)
         if self._is_usable(slots, batches, rest):
             self._update(batches, rest)
-            self._count(slots)
+            self._count(slots, rest)
 
     def _slots(self, group: dict[str, Any]) -> list[Slot]:
         formula, is_due, capturable = _formula(group), _is_due(group), group["capturable"]
         found = []
         for index, p in enumerate(group["params"]):
-            if p.grad is None:
+            g, h, place = p.grad, None, (group, index)
+            if g is None:
                 continue
-            checks.refuse_bad_gradient(group, index)
-            h = local(checks.fresh_curvature(group, index)).to(p.dtype) if is_due else None
+            checks.refuse_bad_gradient(p, g, place)
+            if is_due:
+                h = checks.fresh_curvature(p, g, place)
+                h = h if h.dtype == p.dtype else h.to(p.dtype)
             state = self.state[p]
             if not state:
                 _begin(state, p, capturable=capturable)
             # 1 − β₂ᵗ needs more digits than float32 has
             steps = state["step"].double() + 1 if capturable else state["step"].item() + 1
-            refreshes = steps if capturable else state["refreshes"] + (h is not None)
-            m, v = local(state["exp_avg"]), local(state["exp_curvature"])
+            refreshes = steps if capturable else state["refreshes"] + is_due
+            m, v = state["exp_avg"], state["exp_curvature"]
+            if is_sharded(p):
+                p, g, h, m, v = local(p), local(g), local(h), local(m), local(v)
             # parameters that came into play between two refreshes wait for their first curvature
-            if h is not None or refreshes:
-                found.append(Slot((group, index), formula, local(p), local(p.grad), h, m, v, steps, refreshes))
+            if is_due or refreshes:
+                found.append(Slot(place, formula, p, g, h, m, v, steps, refreshes, state))
         return found
 
     def _gradients_overflowed(self) -> bool:
@@ -242,12 +247,13 @@ class CurvatureScaled(Optimizer):
         if pairs:
             _move_within(radius, pairs)
 
-    def _count(self, slots: Sequence[Slot]) -> None:
-        states = [self.state[slot.parameter] for slot in slots]
-        if states:
-            torch._foreach_add_([state["step"] for state in states], 1)
-        for slot, state in zip(slots, states, strict=True):
-            state["refreshes"] += slot.h is not None
+    def _count(self, slots: Sequence[Slot], rest: Sequence[Slot]) -> None:
+        if rest:  # native.cpp has counted its own
+            # as a tensor where it can be one: of a number, torch makes a tensor for each of them
+            one = 1 if self.defaults["capturable"] else torch.ones(())
+            torch._foreach_add_([slot.state["step"] for slot in rest], one)
+        for slot in slots:
+            slot.state["refreshes"] += slot.h is not None
         for group in self.param_groups:
             group["steps"] += 1
 

@@ -9,9 +9,11 @@ import ctypes
 import functools
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import resources
-from typing import NamedTuple
+from itertools import chain
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,12 +21,13 @@ from torch import Tensor
 from .updates import Slot, coefficients
 
 _DTYPES = (torch.float32, torch.float64)
-_PLAIN = (Tensor, torch.nn.Parameter)
+_PLAIN = {Tensor, torch.nn.Parameter}
 _SCALES = {("rms", False): 0, ("rms", True): 1, ("mean_abs", False): 2, ("mean", False): 3}
-_COLUMNS = 7  # of a row: size, p, g, h, m, v, u
-_NOT_ZERO = 2  # what native.cpp sees in a row where all is well
+_NOT_ZERO = 2  # what native.cpp sees where all is well
 _FLAGS = () if sys.platform == "win32" else ("-ftree-loop-vectorize", "-fno-math-errno")
 """To take back two of torch's own: its generated code vectorizes by hand, this does not."""
+
+_dtype, _layout, _shape, _is_cpu = map(attrgetter, ("dtype", "layout", "shape", "is_cpu"))
 
 
 class Kind(NamedTuple):
@@ -37,31 +40,36 @@ class Kind(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Slots of one kind, and the rows that tell native.cpp where their tensors are."""
+    """Slots of one kind, and the table that tells native.cpp where their tensors are."""
 
     kind: Kind
-    slots: list[Slot]
-    rows: array[int]
+    slots: Sequence[Slot]
+    table: array[int]
 
 
 def gathered(slots: Sequence[Slot]) -> tuple[list[Batch], list[Slot]]:
     """Batches of the slots that native.cpp takes, and those that are left over."""
-    batches: dict[Kind, Batch] = {}
+    kinds: dict[Any, list[Slot]] = {}
     rest = []
     for slot in slots:
         formula = slot.formula
-        row = _row(slot) if formula.implementation == "fused" else None
-        if row is None:
+        if formula.implementation == "fused" and not isinstance(slot.steps, Tensor):
+            kind = (slot.p.dtype, formula.scale, formula.eps_inside_root, slot.h is not None)
+            kinds.setdefault(kind, []).append(slot)
+        else:
             rest.append(slot)
-            continue
-        kind = Kind(slot.p.dtype, formula.scale, formula.eps_inside_root, slot.h is not None)
-        if kind not in batches:
-            batches[kind] = Batch(kind, [], array("q"))
-        batches[kind].slots.append(slot)
-        batches[kind].rows.extend(row)
+    batches = []
+    for kind, alike in kinds.items():
+        table = _table(alike)
+        if table is None:  # find out whose fault it is
+            rest += [slot for slot in alike if _table([slot]) is None]
+            alike = [slot for slot in alike if _table([slot]) is not None]
+            table = _table(alike) if alike else None
+        if table is not None:
+            batches.append(Batch(Kind(*kind), alike, table))
     if batches and library() is None:
         return [], list(slots)
-    return list(batches.values()), rest
+    return batches, rest
 
 
 def suspicious(batch: Batch) -> list[Slot]:
@@ -70,7 +78,7 @@ def suspicious(batch: Batch) -> list[Slot]:
     _library().hesscale_look(
         batch.kind.dtype == torch.float64,
         len(batch.slots),
-        _address(batch.rows),
+        _address(batch.table),
         _address(seen),
         torch.get_num_threads(),
     )
@@ -78,59 +86,91 @@ def suspicious(batch: Batch) -> list[Slot]:
 
 
 def update(batch: Batch) -> None:
-    """As ``update_by_loop`` of updates.py."""
+    """As ``update_by_loop`` of updates.py, and counts the step."""
     _run(batch, moving=True)
 
 
 def directions(batch: Batch) -> list[Tensor]:
-    """As ``directions_by_loop`` of updates.py."""
+    """As ``directions_by_loop`` of updates.py, and counts the step."""
     found = [torch.empty_like(slot.p, requires_grad=False) for slot in batch.slots]
-    batch.rows[_COLUMNS - 1 :: _COLUMNS] = array("q", [u.data_ptr() for u in found])
+    batch.table[6 * len(found) : 7 * len(found)] = array("q", [u.data_ptr() for u in found])
     _run(batch, moving=False)
     return found
 
 
 def _run(batch: Batch, *, moving: bool) -> None:
-    kind, slots, rows = batch
+    kind, slots, table = batch
     changed = [slot.m for slot in slots]
     changed += [slot.p for slot in slots] if moving else []
     changed += [slot.v for slot in slots] if kind.refresh else []
     torch.autograd.graph.increment_version(changed)  # autograd does not see what native.cpp does
-    numbers = array("d", [number for slot in slots for number in coefficients(slot)])
+    numbers = array("d", chain.from_iterable(_coefficients(slots)))
     _library().hesscale_update(
         kind.dtype == torch.float64,
         _SCALES[kind.scale, kind.eps_inside_root],
         kind.refresh,
         moving,
         len(slots),
-        _address(rows),
+        _address(table),
         _address(numbers),
         torch.get_num_threads(),
     )
 
 
-def _row(slot: Slot) -> tuple[int, ...] | None:
-    """None unless all tensors are plain ones, of one dtype and dense, with their entries in the same order."""
-    p, g, h, m, v = slot.p, slot.g, slot.h, slot.m, slot.v
-    dtype, shape = p.dtype, p.shape
-    if dtype not in _DTYPES or isinstance(slot.steps, Tensor):
-        return None
-    dense = True
-    for tensor in (p, g, m, v) if h is None else (p, g, h, m, v):
-        alike = tensor.dtype is dtype and tensor.shape == shape
-        if not alike or type(tensor) not in _PLAIN or not tensor.is_cpu or tensor.layout is not torch.strided:
-            return None
-        dense = dense and tensor.is_contiguous()
-    if not dense and not _ordered_alike(slot):
-        return None
-    at = p.data_ptr(), g.data_ptr(), 0 if h is None else h.data_ptr(), m.data_ptr(), v.data_ptr()
-    return (p.numel(), *at, 0) if at[0] else None  # nothing to do where there are no entries
+def _coefficients(slots: Sequence[Slot]) -> Iterator[tuple[float, ...]]:
+    known: dict[tuple[Any, ...], tuple[float, ...]] = {}  # parameters of one group and one age share theirs
+    for slot in slots:
+        key = (id(slot.formula), slot.steps, slot.refreshes)
+        if key not in known:
+            known[key] = coefficients(slot)
+        yield known[key]
 
 
-def _ordered_alike(slot: Slot) -> bool:
-    others = (slot.g, slot.m, slot.v) if slot.h is None else (slot.g, slot.h, slot.m, slot.v)
-    dense = slot.p.is_contiguous(memory_format=torch.channels_last)
-    return dense and all(tensor.stride() == slot.p.stride() for tensor in others)
+def _table(slots: Sequence[Slot]) -> array[int] | None:
+    """None unless all tensors are plain ones of one dtype, dense, and those of a slot have their entries in one order.
+
+    Built by columns, since a step that is short meets its own code cold: few different things, each done in a row.
+    """
+    _, _, p, g, h, m, v, *_ = zip(*slots, strict=True)
+    columns = (p, g, m, v) if h[0] is None else (p, g, h, m, v)
+    tensors = [*chain.from_iterable(columns)]
+    counts = [slot.state["step"] for slot in slots]
+    if p[0].dtype not in _DTYPES or not _are_plain(tensors, p[0].dtype) or not _are_plain(counts, torch.float32):
+        return None
+    if not _ordered_alike(columns, dense=all(map(Tensor.is_contiguous, tensors))):
+        return None
+    addresses = [*map(Tensor.data_ptr, tensors)]
+    if 0 in addresses:  # no entries, or none that are written out
+        return None
+    count, nothing = len(slots), [0] * len(slots)
+    table = array("q", map(Tensor.numel, p))
+    table.extend(addresses[: 2 * count])
+    table.extend(nothing if h[0] is None else addresses[2 * count : 3 * count])
+    table.extend(addresses[-2 * count :])
+    table.extend(nothing)  # u
+    table.extend(map(Tensor.data_ptr, counts))
+    return table
+
+
+def _are_plain(tensors: Sequence[Tensor], dtype: torch.dtype) -> bool:
+    return (
+        _PLAIN.issuperset(map(type, tensors))
+        and all(map(_is_cpu, tensors))
+        and {*map(_dtype, tensors)} == {dtype}
+        and {*map(_layout, tensors)} == {torch.strided}
+    )
+
+
+def _ordered_alike(columns: Sequence[Sequence[Tensor]], *, dense: bool) -> bool:
+    p, *others = columns
+    shapes = [*map(_shape, p)]
+    if any([*map(_shape, column)] != shapes for column in others):
+        return False
+    if dense:
+        return True
+    strides = [*map(Tensor.stride, p)]
+    same = all([*map(Tensor.stride, column)] == strides for column in others)
+    return same and all(a.is_contiguous() or a.is_contiguous(memory_format=torch.channels_last) for a in p)
 
 
 def _address(values: array[int] | array[float]) -> int:

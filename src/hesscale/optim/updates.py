@@ -24,6 +24,7 @@ from torch import Tensor
 SCALES = ("rms", "mean_abs", "mean")
 
 Number = float | Tensor
+Place = tuple[Mapping[str, Any], int]  # a parameter's group and its index there
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Formula:
 class Slot(NamedTuple):
     """One parameter in one step. ``h`` is None where the average of curvature is not refreshed in this step."""
 
-    place: tuple[Mapping[str, Any], int]  # the parameter's group and its index there
+    place: Place
     formula: Formula
     p: Tensor
     g: Tensor
@@ -53,6 +54,7 @@ class Slot(NamedTuple):
     v: Tensor
     steps: Number  # this one included, as are the refreshes
     refreshes: Number
+    state: dict[str, Any]  # what the optimizer keeps of this parameter
 
     @property
     def parameter(self) -> Tensor:
@@ -84,10 +86,11 @@ def update_by_loop(slots: Sequence[Slot]) -> None:
             slot.p.mul_(slot.decay)
         denominator = _average_and_denominator(slot)
         m = slot.m.clone() if torch.is_grad_enabled() else slot.m  # differentiable: m moves on, the graph keeps its own
-        if isinstance(slot.step_size, Tensor):  # addcdiv_ takes no tensor as its value
-            slot.p.addcdiv_(m, denominator / -slot.step_size)
+        step_size = slot.step_size
+        if isinstance(step_size, Tensor):  # addcdiv_ takes no tensor as its value
+            slot.p.addcdiv_(m, denominator / -step_size)
         else:
-            slot.p.addcdiv_(m, denominator, value=-slot.step_size)
+            slot.p.addcdiv_(m, denominator, value=-step_size)
 
 
 def directions_by_loop(slots: Sequence[Slot]) -> list[Tensor]:
@@ -132,7 +135,8 @@ def _average_and_denominator(slot: Slot) -> Tensor:
         v.mul_(formula.beta2).addcmul_(h, h, value=1 - formula.beta2)
     elif h is not None:
         v.lerp_(h.abs() if formula.scale == "mean_abs" else h, 1 - formula.beta2)
-    c = _infinite_at_zero(_positive(v, formula.scale)) / slot.correction
+    c = _infinite_at_zero(_positive(v, formula.scale))
+    c = c / slot.correction if torch.is_grad_enabled() else c.div_(slot.correction)  # a graph keeps what a root gave
     return c.square_().add_(formula.eps).sqrt_() if formula.eps_inside_root else c.add_(formula.eps)
 
 
