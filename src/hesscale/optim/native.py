@@ -62,8 +62,9 @@ def gathered(slots: Sequence[Slot]) -> tuple[list[Batch], list[Slot]]:
     for kind, alike in kinds.items():
         table = _table(alike)
         if table is None:  # find out whose fault it is
-            rest += [slot for slot in alike if _table([slot]) is None]
-            alike = [slot for slot in alike if _table([slot]) is not None]
+            unfit = {id(slot) for slot in alike if _table([slot]) is None}
+            rest += [slot for slot in alike if id(slot) in unfit]
+            alike = [slot for slot in alike if id(slot) not in unfit]
             table = _table(alike) if alike else None
         if table is not None:
             batches.append(Batch(Kind(*kind), alike, table))
@@ -137,6 +138,8 @@ def _table(slots: Sequence[Slot]) -> array[int] | None:
     counts = [slot.state["step"] for slot in slots]
     if p[0].dtype not in _DTYPES or not _are_plain(tensors, p[0].dtype) or not _are_plain(counts, torch.float32):
         return None
+    if h[0] is not None and {*map(_layout, h)} != {torch.strided}:  # sparse: the others have been seen to be dense
+        return None
     if not _ordered_alike(columns, dense=all(map(Tensor.is_contiguous, tensors))):
         return None
     addresses = [*map(Tensor.data_ptr, tensors)]
@@ -153,12 +156,7 @@ def _table(slots: Sequence[Slot]) -> array[int] | None:
 
 
 def _are_plain(tensors: Sequence[Tensor], dtype: torch.dtype) -> bool:
-    return (
-        _PLAIN.issuperset(map(type, tensors))
-        and all(map(_is_cpu, tensors))
-        and {*map(_dtype, tensors)} == {dtype}
-        and {*map(_layout, tensors)} == {torch.strided}
-    )
+    return _PLAIN.issuperset(map(type, tensors)) and all(map(_is_cpu, tensors)) and {*map(_dtype, tensors)} == {dtype}
 
 
 def _ordered_alike(columns: Sequence[Sequence[Tensor]], *, dense: bool) -> bool:

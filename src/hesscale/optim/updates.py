@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -27,8 +26,7 @@ Number = float | Tensor
 Place = tuple[Mapping[str, Any], int]  # a parameter's group and its index there
 
 
-@dataclass(frozen=True)
-class Formula:
+class Formula(NamedTuple):
     """The hyper-parameters of one parameter group."""
 
     lr: Number
