@@ -1,4 +1,4 @@
-"""The compiled kernel: equal to the loop, compiled once for all sizes, and done without where there is no compiler."""
+"""The kernel of torch.compile: equal to the loop, made once for all sizes, and done without where no compiler is."""
 
 import warnings
 from typing import Any
@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._inductor import codecache
 
 import hesscale
-from hesscale.optim import kernel
+from hesscale.optim import kernel, native
 
 from .small import assert_close, network, parameters, random, train
 
@@ -32,8 +33,9 @@ def run(options: dict[str, Any], dtype: torch.dtype) -> list[Tensor]:
 
 def test_the_kernel_equals_the_loop() -> None:
     """One compilation, which takes seconds; the other variants are tested uncompiled below."""
-    with warnings.catch_warnings():
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=DeprecationWarning)  # torch.compile's own
+        patch.setattr(native, "library", lambda: None)
         assert_close(run({"fused": True}, torch.float64), run({}, torch.float64), 1e-13)
 
 
@@ -48,6 +50,7 @@ def test_every_variant_of_the_kernel_uncompiled() -> None:
         {"every": 2, "maximize": True},
     ):
         with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(native, "library", lambda: None)
             patch.setattr(kernel, "_kernel", lambda variant: kernel._formula)
             ours = run({"fused": True, **options}, torch.float64)
         assert_close(ours, run(options, torch.float64), 1e-12)
@@ -57,16 +60,20 @@ def test_without_a_compiler_one_warning_and_the_same_steps() -> None:
     def broken(*_: Any, **__: Any) -> Any:
         raise RuntimeError("no compiler")
 
+    native.library.cache_clear()
     kernel._kernel.cache_clear()
     kernel._warn_once.cache_clear()
     try:
         model, other = network(), network()
         with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(codecache.CppCodeCache, "load", broken)
             patch.setattr(torch, "compile", lambda *_, **__: broken)
             with pytest.warns(UserWarning, match=r"failed here \(RuntimeError\): falling back to foreach") as caught:
                 train(model, hesscale.AdaHesScale(model.parameters(), fused=True, every=2))
         assert len(caught) == 1
+        assert native.library() is None
     finally:
+        native.library.cache_clear()
         kernel._kernel.cache_clear()
         kernel._warn_once.cache_clear()
     train(other, hesscale.AdaHesScale(other.parameters(), foreach=True, every=2))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .updates import SCALES, Slot
+from .updates import SCALES, Place, Slot
 
 _NO_CURVATURE = (
     "there is no fresh curvature for {name}: call optimizer.backward(loss) or hesscale.attach(loss).backward() "
@@ -79,41 +79,39 @@ def name_of(group: Mapping[str, Any], index: int) -> str:
     return f"parameter {index} of its group, shape {tuple(group['params'][index].shape)}"
 
 
-def refuse_bad_gradient(group: Mapping[str, Any], index: int) -> None:
+def refuse_bad_gradient(p: Tensor, g: Tensor, place: Place) -> None:
     """Dense and real, or a RuntimeError."""
-    p = group["params"][index]
     if p.dtype.is_complex:
-        name = name_of(group, index)
-        raise RuntimeError(f"{name} is complex: hesscale's optimizers work on real parameters only")
-    if p.grad.layout != torch.strided:
-        name = name_of(group, index)
-        raise RuntimeError(f"{name} has a sparse gradient: curvature is dense (nn.Embedding: sparse=False)")
+        raise RuntimeError(f"{name_of(*place)} is complex: hesscale's optimizers work on real parameters only")
+    if g.layout != torch.strided:
+        raise RuntimeError(f"{name_of(*place)} has a sparse gradient: curvature is dense (nn.Embedding: sparse=False)")
 
 
-def fresh_curvature(group: Mapping[str, Any], index: int) -> Tensor:
+def fresh_curvature(p: Tensor, g: Tensor, place: Place) -> Tensor:
     """``p.curvature``; zeros where the gradient is zero too, which is what a parameter the loss never met has."""
-    p = group["params"][index]
     curvature: Tensor | None = getattr(p, "curvature", None)
     if curvature is None:
-        if p.grad.any():
-            raise RuntimeError(_NO_CURVATURE.format(name=name_of(group, index)))
+        if g.any():
+            raise RuntimeError(_NO_CURVATURE.format(name=name_of(*place)))
         return torch.zeros_like(p, requires_grad=False)
     if curvature.shape != p.shape:
-        name = name_of(group, index)
         raise RuntimeError(
-            f"the curvature of {name} has shape {tuple(curvature.shape)}, the parameter {tuple(p.shape)}"
+            f"the curvature of {name_of(*place)} has shape {tuple(curvature.shape)}, the parameter {tuple(p.shape)}"
         )
     return curvature
 
 
-def non_finite(slots: Sequence[Slot]) -> list[str]:
-    """The gradients and curvatures that hold an inf or a nan, in words. Warns of curvature that is zero throughout.
+def suspicious(slots: Sequence[Slot]) -> list[Slot]:
+    """The slots that may hold an inf or a nan, or a curvature that is zero throughout; all others do not.
 
-    One number per slot finds both: an inf or nan in either makes gᵀh one, and a zero h makes it zero. Only what such a
-    number points at is looked at more closely, since both happen for other reasons too.
+    One number per slot finds both: an inf or nan in either makes gᵀh one, and a zero h makes it zero.
     """
     numbers = _numbers([_product(slot) for slot in slots])
-    suspects = [slot for slot, number in zip(slots, numbers, strict=True) if number == 0.0 or not math.isfinite(number)]
+    return [slot for slot, number in zip(slots, numbers, strict=True) if number == 0.0 or not math.isfinite(number)]
+
+
+def non_finite(suspects: Sequence[Slot]) -> list[str]:
+    """The gradients and curvatures that hold an inf or a nan, in words. Warns of curvature that is zero throughout."""
     found, flat = [], []
     for slot in suspects:
         bad = [what for what, tensor in (("gradient", slot.g), ("curvature", slot.h)) if not _is_finite(tensor)]
@@ -144,7 +142,9 @@ def _any(tensor: Tensor | None) -> bool:
 
 
 def _numbers(values: Sequence[Tensor]) -> list[float]:
+    if all(value.is_cpu for value in values):
+        return [value.item() for value in values]
     if len({(value.dtype, value.device) for value in values}) > 1:
         values = [value.to("cpu", torch.float64) for value in values]
-    found: list[float] = torch.stack([*values]).tolist() if values else []  # one transfer for all of them
+    found: list[float] = torch.stack([*values]).tolist()  # one transfer for all of them
     return found

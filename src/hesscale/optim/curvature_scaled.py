@@ -11,10 +11,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from . import checks
+from . import checks, native
 from .amp import LossScale, divide
 from .kernel import directions_by_kernel, update_by_kernel
-from .shards import local, total
+from .native import Batch
+from .shards import is_sharded, local, total
 from .updates import (
     Formula,
     Slot,
@@ -44,8 +45,8 @@ class CurvatureScaled(Optimizer):
     - ``scale``: how V averages: "rms" as above, "mean_abs" V = EMA(|h|) or "mean" V = EMA(h) with |V̂| + eps below.
     - ``eps_inside_root``: √(V̂ + eps), as in Algorithm 2 of Elsayed & Mahmood; their code has it outside.
     - ``trust_region=δ``: the updates u of all groups are scaled by min(1, √(2δ / Σ c u²)), c = √V.
-    - ``fused``: one kernel through torch.compile. ``capturable``: nothing is read back to the host, so non-finite
-      values are not looked for.
+    - ``fused``: one kernel, compiled when first needed. ``capturable``: nothing is read back to the host, so
+      non-finite values are not looked for.
     """
 
     _step_supports_amp_scaling = True  # GradScaler leaves unscaling to step, which unscales curvature as well
@@ -170,29 +171,37 @@ class CurvatureScaled(Optimizer):
             checks.warn_if_alone(has_hooks=bool(self._curvature_hooks))
             for hook in self._curvature_hooks:
                 hook(self)
-        places = [(group, index) for group in self.param_groups for index in _with_gradient(group)]
-        formulas = {id(group): _formula(group) for group in self.param_groups}
-        slots = [self._slot(group, index, formulas[id(group)]) for group, index in places]
-        # parameters that came into play between two refreshes wait for their first curvature
-        slots = [slot for slot in slots if slot.h is not None or slot.refreshes]
+        slots = [slot for group in self.param_groups for slot in self._slots(group)]
         self._unscale(slots)
-        if self._is_usable(slots):
-            self._update(slots)
-            self._count(slots)
+        batches, rest = native.gathered(slots)
+        if self._is_usable(slots, batches, rest):
+            self._update(batches, rest)
+            self._count(slots, rest)
 
-    def _slot(self, group: dict[str, Any], index: int, formula: Formula) -> Slot:
-        p = group["params"][index]
-        checks.refuse_bad_gradient(group, index)
-        h = checks.fresh_curvature(group, index) if _is_due(group) else None
-        state = self.state[p]
-        if not state:
-            _begin(state, p, capturable=group["capturable"])
-        # 1 − β₂ᵗ needs more digits than float32 has
-        steps = state["step"].double() + 1 if group["capturable"] else state["step"].item() + 1
-        refreshes = steps if group["capturable"] else state["refreshes"] + (h is not None)
-        h = None if h is None else local(h).to(p.dtype)
-        m, v = local(state["exp_avg"]), local(state["exp_curvature"])
-        return Slot((group, index), formula, local(p), local(p.grad), h, m, v, steps, refreshes)
+    def _slots(self, group: dict[str, Any]) -> list[Slot]:
+        formula, is_due, capturable = _formula(group), _is_due(group), group["capturable"]
+        found = []
+        for index, p in enumerate(group["params"]):
+            g, h, place = p.grad, None, (group, index)
+            if g is None:
+                continue
+            checks.refuse_bad_gradient(p, g, place)
+            if is_due:
+                h = checks.fresh_curvature(p, g, place)
+                h = h if h.dtype == p.dtype else h.to(p.dtype)
+            state = self.state[p]
+            if not state:
+                _begin(state, p, capturable=capturable)
+            # 1 − β₂ᵗ needs more digits than float32 has
+            steps = state["step"].double() + 1 if capturable else state["step"].item() + 1
+            refreshes = steps if capturable else state["refreshes"] + is_due
+            m, v = state["exp_avg"], state["exp_curvature"]
+            if is_sharded(p):
+                p, g, h, m, v = local(p), local(g), local(h), local(m), local(v)
+            # parameters that came into play between two refreshes wait for their first curvature
+            if is_due or refreshes:
+                found.append(Slot(place, formula, p, g, h, m, v, steps, refreshes, state))
+        return found
 
     def _gradients_overflowed(self) -> bool:
         # a GradScaler leaves its verdict here for as long as its step lasts
@@ -209,21 +218,28 @@ class CurvatureScaled(Optimizer):
         elif curvatures:
             divide(curvatures, self._loss_scale.left_on_curvature())
 
-    def _is_usable(self, slots: Sequence[Slot]) -> bool:
+    def _is_usable(self, slots: Sequence[Slot], batches: Sequence[Batch], rest: Sequence[Slot]) -> bool:
         if self.defaults["capturable"]:
             return True
-        bad = checks.non_finite(slots)
+        suspects = {id(slot) for batch in batches for slot in native.suspicious(batch)}
+        suspects.update(map(id, checks.suspicious(rest)))
+        bad = checks.non_finite([slot for slot in slots if id(slot) in suspects]) if suspects else []
         if bad and not hasattr(self, "found_inf"):
             raise RuntimeError(f"{bad[0]} is not finite (and {len(bad) - 1} more); nothing was changed")
         if bad:
             warnings.warn(f"{bad[0]} overflowed under the loss scale: step skipped; use a lower scale", stacklevel=4)
         return not bad
 
-    def _update(self, slots: Sequence[Slot]) -> None:
+    def _update(self, batches: Sequence[Batch], rest: Sequence[Slot]) -> None:
         radius = self.param_groups[0]["trust_region"]
         pairs: list[tuple[Slot, Tensor]] = []
-        for name, (update, directions) in IMPLEMENTATIONS.items():
-            chosen = [slot for slot in slots if slot.formula.implementation == name]
+        for batch in batches:
+            if radius is None:
+                native.update(batch)
+            else:
+                pairs += zip(batch.slots, native.directions(batch), strict=True)
+        for name, (update, directions) in IMPLEMENTATIONS.items() if rest else ():
+            chosen = [slot for slot in rest if slot.formula.implementation == name]
             if radius is None:
                 update(chosen)
             else:
@@ -231,11 +247,13 @@ class CurvatureScaled(Optimizer):
         if pairs:
             _move_within(radius, pairs)
 
-    def _count(self, slots: Sequence[Slot]) -> None:
+    def _count(self, slots: Sequence[Slot], rest: Sequence[Slot]) -> None:
+        if rest:  # native.cpp has counted its own
+            # as a tensor where it can be one: of a number, torch makes a tensor for each of them
+            one = 1 if self.defaults["capturable"] else torch.ones(())
+            torch._foreach_add_([slot.state["step"] for slot in rest], one)
         for slot in slots:
-            state = self.state[slot.parameter]
-            state["step"] += 1
-            state["refreshes"] += slot.h is not None
+            slot.state["refreshes"] += slot.h is not None
         for group in self.param_groups:
             group["steps"] += 1
 
@@ -269,10 +287,6 @@ def _is_due(group: Mapping[str, Any]) -> bool:
     steps, every = group["steps"], group["every"]
     due: bool = steps < every or steps % every == 0
     return due
-
-
-def _with_gradient(group: Mapping[str, Any]) -> list[int]:
-    return [index for index, p in enumerate(group["params"]) if p.grad is not None]
 
 
 def _formula(group: Mapping[str, Any]) -> Formula:

@@ -1,6 +1,7 @@
 """The formula of updates.py as one kernel made by torch.compile: each parameter in a single pass over memory.
 
-A kernel takes ``WIDTH`` parameters of any size at a time, seen as vectors, so that one compilation serves all networks.
+It serves what native.py does not: other devices, half precision, and steps that are captured. A kernel takes ``WIDTH``
+parameters of any size at a time, seen as vectors, so that one compilation serves all networks.
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ import math
 import types
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .updates import Slot, directions_by_foreach, update_by_foreach
+from .updates import Slot, coefficients, directions_by_foreach, update_by_foreach
 
 WIDTH = 8
 """More would save calls and cost compilation, which takes some tenths of a second for each."""
@@ -104,7 +105,7 @@ def _flat(tensor: Tensor) -> Tensor:
 
 def _coefficients(slots: Sequence[Slot], variant: Variant) -> Tensor:
     """One row of numbers per parameter, [WIDTH, _NUMBERS]."""
-    rows = [_row(slot) for slot in slots]
+    rows = [coefficients(slot) for slot in slots]
     rows += [rows[0]] * (WIDTH - len(rows))
     dtype = torch.promote_types(variant.dtype, torch.float32)
     if not isinstance(slots[0].steps, Tensor):
@@ -112,18 +113,6 @@ def _coefficients(slots: Sequence[Slot], variant: Variant) -> Tensor:
     # capturable: nothing may be read back to the host
     numbers = [torch.as_tensor(number, dtype=dtype, device=variant.device) for row in rows for number in row]
     return torch.stack(numbers).view(WIDTH, -1)
-
-
-def _row(slot: Slot) -> tuple[Any, ...]:
-    """The correction of c is moved to the step size and to eps, which leaves one division per element:
-
-    m·a / (c/k + eps)  =  m·ak / (c + eps·k)        m·a / √(c²/k² + eps)  =  m·ak / √(c² + eps·k²)
-    """
-    formula, k = slot.formula, slot.correction
-    sign = -1.0 if formula.maximize else 1.0
-    weights = (1 - formula.beta1, formula.beta2, 1 - formula.beta2)
-    eps = formula.eps * (k * k if formula.eps_inside_root else k)
-    return slot.decay, sign, *weights, slot.step_size * k, eps
 
 
 @functools.cache

@@ -11,12 +11,14 @@ from torch import Tensor
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
-def local(tensor: Any) -> Tensor:
-    """The part of a tensor that this process holds, sharing its memory; the tensor itself if it is not sharded."""
-    if type(tensor) in _PLAIN:
-        return tensor  # type: ignore[no-any-return]
-    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return part
+def is_sharded(tensor: Any) -> bool:
+    """Whether ``local`` would give something else than the tensor itself."""
+    return type(tensor) not in _PLAIN and hasattr(tensor, "to_local")
+
+
+def local(tensor: Any) -> Any:
+    """The part of a tensor that this process holds, sharing its memory; what is not sharded comes back as it is."""
+    return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 def total(parts: Sequence[Tensor], params: Sequence[Any]) -> Tensor:

@@ -1,4 +1,4 @@
-"""One formula, as a loop over parameters (the reference) and as foreach; kernel.py compiles it into one kernel.
+"""One formula, as a loop over parameters (the reference) and as foreach; native.py and kernel.py have it as kernels.
 
 With m = EMA(g), and V the average of the curvature h that ``scale`` names, over t steps and r refreshes:
 
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -24,10 +23,10 @@ from torch import Tensor
 SCALES = ("rms", "mean_abs", "mean")
 
 Number = float | Tensor
+Place = tuple[Mapping[str, Any], int]  # a parameter's group and its index there
 
 
-@dataclass(frozen=True)
-class Formula:
+class Formula(NamedTuple):
     """The hyper-parameters of one parameter group."""
 
     lr: Number
@@ -44,7 +43,7 @@ class Formula:
 class Slot(NamedTuple):
     """One parameter in one step. ``h`` is None where the average of curvature is not refreshed in this step."""
 
-    place: tuple[Mapping[str, Any], int]  # the parameter's group and its index there
+    place: Place
     formula: Formula
     p: Tensor
     g: Tensor
@@ -53,6 +52,7 @@ class Slot(NamedTuple):
     v: Tensor
     steps: Number  # this one included, as are the refreshes
     refreshes: Number
+    state: dict[str, Any]  # what the optimizer keeps of this parameter
 
     @property
     def parameter(self) -> Tensor:
@@ -84,15 +84,30 @@ def update_by_loop(slots: Sequence[Slot]) -> None:
             slot.p.mul_(slot.decay)
         denominator = _average_and_denominator(slot)
         m = slot.m.clone() if torch.is_grad_enabled() else slot.m  # differentiable: m moves on, the graph keeps its own
-        if isinstance(slot.step_size, Tensor):  # addcdiv_ takes no tensor as its value
-            slot.p.addcdiv_(m, denominator / -slot.step_size)
+        step_size = slot.step_size
+        if isinstance(step_size, Tensor):  # addcdiv_ takes no tensor as its value
+            slot.p.addcdiv_(m, denominator / -step_size)
         else:
-            slot.p.addcdiv_(m, denominator, value=-slot.step_size)
+            slot.p.addcdiv_(m, denominator, value=-step_size)
 
 
 def directions_by_loop(slots: Sequence[Slot]) -> list[Tensor]:
     """u of each parameter, which stays where it is; the averages move."""
     return [slot.step_size * slot.m / denominator for slot in slots for denominator in [_average_and_denominator(slot)]]
+
+
+def coefficients(slot: Slot) -> tuple[Any, ...]:
+    """What a kernel is told: 1 − lr·weight_decay, sign, 1 − β₁, β₂, 1 − β₂, step size, eps.
+
+    The correction of c is moved to the step size and to eps, which leaves one division per element:
+
+    m·a / (c/k + eps)  =  m·ak / (c + eps·k)        m·a / √(c²/k² + eps)  =  m·ak / √(c² + eps·k²)
+    """
+    formula, k = slot.formula, slot.correction
+    sign = -1.0 if formula.maximize else 1.0
+    weights = (1 - formula.beta1, formula.beta2, 1 - formula.beta2)
+    eps = formula.eps * (k * k if formula.eps_inside_root else k)
+    return slot.decay, sign, *weights, slot.step_size * k, eps
 
 
 def metric(slot: Slot) -> Tensor:
@@ -118,7 +133,8 @@ def _average_and_denominator(slot: Slot) -> Tensor:
         v.mul_(formula.beta2).addcmul_(h, h, value=1 - formula.beta2)
     elif h is not None:
         v.lerp_(h.abs() if formula.scale == "mean_abs" else h, 1 - formula.beta2)
-    c = _infinite_at_zero(_positive(v, formula.scale)) / slot.correction
+    c = _infinite_at_zero(_positive(v, formula.scale))
+    c = c / slot.correction if torch.is_grad_enabled() else c.div_(slot.correction)  # a graph keeps what a root gave
     return c.square_().add_(formula.eps).sqrt_() if formula.eps_inside_root else c.add_(formula.eps)
 
 
