@@ -104,10 +104,15 @@ def fresh_curvature(p: Tensor, g: Tensor, place: Place) -> Tensor:
 def suspicious(slots: Sequence[Slot]) -> list[Slot]:
     """The slots that may hold an inf or a nan, or a curvature that is zero throughout; all others do not.
 
-    One number per slot finds both: an inf or nan in either makes gᵀh one, and a zero h makes it zero.
+    Two numbers per slot find them, gᵀg and hᵀh. In all others the squares of g and h are finite, too.
     """
-    numbers = _numbers([_product(slot) for slot in slots])
-    return [slot for slot, number in zip(slots, numbers, strict=True) if number == 0.0 or not math.isfinite(number)]
+    numbers = _numbers([_square(tensor) for slot in slots for tensor in (slot.g, slot.h) if tensor is not None])
+    found, left = [], iter(numbers)
+    for slot in slots:
+        g, h = next(left), 1.0 if slot.h is None else next(left)
+        if h == 0.0 or not math.isfinite(g + h):
+            found.append(slot)
+    return found
 
 
 def non_finite(suspects: Sequence[Slot]) -> list[str]:
@@ -123,14 +128,12 @@ def non_finite(suspects: Sequence[Slot]) -> list[str]:
     return found
 
 
-def _product(slot: Slot) -> Tensor:
-    """gᵀh, or the sum of g where there is no h."""
-    g, h = slot.g, slot.h
-    if h is None:
-        return g.sum(dtype=None if g.dtype in _WIDE else torch.float32)  # half precision would overflow in the sum
-    if g.dtype in _WIDE and g.dtype == h.dtype and g.is_contiguous() and h.is_contiguous():
-        return torch.dot(g.view(-1), h.view(-1))
-    return (g.to(torch.promote_types(g.dtype, torch.float32)) * h).sum()
+def _square(x: Tensor) -> Tensor:
+    """xᵀx"""
+    if x.dtype in _WIDE and x.is_contiguous():
+        x = x.view(-1)
+        return torch.dot(x, x)
+    return x.to(torch.promote_types(x.dtype, torch.float32)).square().sum()  # half precision would overflow
 
 
 def _is_finite(tensor: Tensor | None) -> bool:

@@ -13,6 +13,7 @@ from torch.optim.optimizer import ParamsT
 
 from . import checks, native
 from .amp import LossScale, divide
+from .borrowed import update_by_borrowed
 from .kernel import directions_by_kernel, update_by_kernel
 from .native import Batch
 from .shards import is_sharded, local, total
@@ -27,6 +28,7 @@ from .updates import (
 )
 
 IMPLEMENTATIONS = {
+    "borrowed": (update_by_borrowed, directions_by_loop),
     "loop": (update_by_loop, directions_by_loop),
     "foreach": (update_by_foreach, directions_by_foreach),
     "fused": (update_by_kernel, directions_by_kernel),
@@ -174,8 +176,9 @@ class CurvatureScaled(Optimizer):
         slots = [slot for group in self.param_groups for slot in self._slots(group)]
         self._unscale(slots)
         batches, rest = native.gathered(slots)
-        if self._is_usable(slots, batches, rest):
-            self._update(batches, rest)
+        suspects = _suspects(batches, rest)
+        if self._is_usable([slot for slot in slots if id(slot) in suspects] if suspects else []):
+            self._update(batches, [_by_loop(slot) if id(slot) in suspects else slot for slot in rest])
             self._count(slots, rest)
 
     def _slots(self, group: dict[str, Any]) -> list[Slot]:
@@ -218,12 +221,8 @@ class CurvatureScaled(Optimizer):
         elif curvatures:
             divide(curvatures, self._loss_scale.left_on_curvature())
 
-    def _is_usable(self, slots: Sequence[Slot], batches: Sequence[Batch], rest: Sequence[Slot]) -> bool:
-        if self.defaults["capturable"]:
-            return True
-        suspects = {id(slot) for batch in batches for slot in native.suspicious(batch)}
-        suspects.update(map(id, checks.suspicious(rest)))
-        bad = checks.non_finite([slot for slot in slots if id(slot) in suspects]) if suspects else []
+    def _is_usable(self, suspects: Sequence[Slot]) -> bool:
+        bad = checks.non_finite(suspects) if suspects else []
         if bad and not hasattr(self, "found_inf"):
             raise RuntimeError(f"{bad[0]} is not finite (and {len(bad) - 1} more); nothing was changed")
         if bad:
@@ -262,6 +261,18 @@ class CurvatureScaled(Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 p.curvature = None
+
+
+def _suspects(batches: Sequence[Batch], rest: Sequence[Slot]) -> set[int]:
+    """The ids of slots that deserve a closer look; nobody looks at those that are captured."""
+    found = checks.suspicious([slot for slot in rest if not isinstance(slot.steps, Tensor)])
+    return {*map(id, found), *(id(slot) for batch in batches for slot in native.suspicious(batch))}
+
+
+def _by_loop(slot: Slot) -> Slot:
+    """The slot, to be updated by the implementation that knows no limits."""
+    is_borrowed = slot.formula.implementation == "borrowed"
+    return slot._replace(formula=slot.formula._replace(implementation="loop")) if is_borrowed else slot
 
 
 def _move_within(radius: float, pairs: Sequence[tuple[Slot, Tensor]]) -> None:
@@ -310,5 +321,5 @@ def _implementation(group: Mapping[str, Any]) -> str:
     if group["fused"]:
         return "fused"
     if group["foreach"] is None and not group["differentiable"]:
-        return "foreach" if all(p.device.type == "cuda" for p in group["params"]) else "loop"  # as torch chooses
+        return "foreach" if all(p.device.type == "cuda" for p in group["params"]) else "borrowed"
     return "foreach" if group["foreach"] else "loop"
