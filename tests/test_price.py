@@ -1,7 +1,10 @@
 """What a pass costs, counted in operator calls and allocations rather than seconds, which depend on the machine."""
 
+import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -144,3 +147,36 @@ def test_a_plan_is_made_once_for_a_graph_that_repeats(monkeypatch: pytest.Monkey
     for batch in (3, 3, 3, 5, 3, 5):
         hesscale.backward(F.cross_entropy(model(torch.randn(batch, 64)), torch.zeros(batch, dtype=torch.long)))
     assert len(made) == 2
+
+
+def instructions(loss: Tensor) -> int:
+    """How many instructions of Python a pass takes, in this library's own files."""
+    ours, counted = os.path.dirname(hesscale.__file__), 0
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal counted
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        counted += event == "opcode"
+        return trace if frame.f_code.co_filename.startswith(ours) else None
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        hesscale.backward(loss)
+    finally:
+        sys.settrace(before)
+    return counted
+
+
+def test_a_layer_costs_few_instructions_of_python() -> None:
+    """They come to more than the arithmetic of a small network: cold, each takes some 50 ns."""
+    x, y = torch.randn(8, 64), torch.zeros(8, dtype=torch.long)
+    counts = []
+    for depth in (2, 6):
+        model = mlp(depth)
+        for _ in range(3):
+            for p in model.parameters():
+                p.grad = p.curvature = None  # type: ignore[assignment]
+            count = instructions(F.cross_entropy(model(x), y))
+        counts.append(count)
+    assert 0 < (counts[1] - counts[0]) / 4 < 2500

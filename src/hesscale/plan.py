@@ -60,6 +60,7 @@ class Stop:
     rule: Rule | None  # None at a leaf
     region: Region | None  # where element-wise paths meet: what it says goes for all of its places
     outputs: tuple[Link, ...]
+    output: Link | None  # if it is the only one, and its curvature is for nobody else
     inputs: tuple[Link | None, ...]
     wanted: tuple[torch.Size | None, ...]  # shapes of the inputs
     dtypes: tuple[torch.dtype | None, ...]  # of their curvature
@@ -128,24 +129,22 @@ def _new_plan(columns: Columns, question: Question, fallback: Rule | None = None
     regions = find_regions(wiring, rules, frozenset(question.borders if method.gauss_newton else ()))
     inside = {place for region in regions.values() for place in region.places[1:]}
     ahead = _ahead(rows, wiring, rules, loss) - inside - regions.keys()
-    dtypes = _dtypes(wiring)
+    dtypes, targets = _dtypes(wiring), frozenset(question.targets or ())
     stops: dict[int, Stop] = {}
     trains: dict[int, tuple[Stop, ...]] = {}
     for place in reversed([place for place in wiring.order if place not in inside]):  # those behind first
         region, rule = regions.get(place), rules[place]
         sources = wiring.edges[place] if region is None else region.sources
-        trains[place] = tuple(
-            stop
-            for link in sources
-            if link is not None and link[0] in ahead
-            for stop in (stops[link[0]], *trains.pop(link[0]))
-        )
+        next_ones = [stops[link[0]] for link in sources if link is not None and link[0] in ahead]
+        trains[place] = tuple(stop for one in next_ones for stop in (one, *trains.pop(one.place)))
         is_half = wiring.dtypes[place][0] in LOW_PRECISION
+        outputs = tuple((place, nr) for nr in range(len(wiring.shapes[place])))
         stops[place] = Stop(
             place=place,
             rule=rule,
             region=region,
-            outputs=tuple((place, nr) for nr in range(len(wiring.shapes[place]))),
+            outputs=outputs,
+            output=outputs[0] if len(outputs) == 1 and outputs[0] not in targets else None,
             inputs=wiring.edges[place],
             wanted=wiring.wanted[place],
             dtypes=tuple(None if link is None else dtypes[link] for link in wiring.edges[place]),
@@ -164,7 +163,7 @@ def _new_plan(columns: Columns, question: Question, fallback: Rule | None = None
         ahead=ahead,
         leaves=tuple(place for place in wiring.order[1:] if rules[place] is None),
         saved=tuple((place, name) for place in wiring.order for name in saved_names(rows[place][1])),
-        targets=frozenset(question.targets or ()),
+        targets=targets,
         dtypes=dtypes,
         owner=next((place for place in wiring.order if rules[place] is None), None),
     )

@@ -13,7 +13,7 @@ from torch import Tensor
 from . import graph as graphs
 from .graph import Edge, Graph, Link
 from .plan import Method, Plan, Stop, make_plan
-from .regions import region_curvatures
+from .regions import Region, region_curvatures
 from .rules.calculus import Widened, widened
 from .rules.families import Curvatures, Rebuilt
 from .workspace import Workspace, lend_from, workspace_of
@@ -141,23 +141,34 @@ class Walk:
 
     def _move(self, stop: Stop, g: Curvatures) -> None:
         """Moves curvature over one node."""
-        pending, targets = self._pending, self._plan.targets
-        s = [pending.get(link) if link in targets else pending.pop(link, None) for link in stop.outputs]
+        pending = self._pending
+        s = self._taken(stop) if stop.output is None else (pending.pop(stop.output, None),)
         if stop.is_plain:
             curvatures = stop.rule(self._graph.nodes[stop.place], s, g, stop.wanted)  # type: ignore[misc]
         elif stop.rule is None:
             self._arrive(stop.place, s[0])
             return
         elif stop.region is not None:
-            for source, curvature in region_curvatures(stop.region, self._graph, s[0], g[0], targets):
-                if curvature is not None:
-                    self._give(source, curvature, self._plan.dtypes[source])
+            self._move_over(stop.region, s, g)
             return
         else:
             curvatures = self._special(stop, s, g)
         for link, curvature, dtype in zip(stop.inputs, curvatures, stop.dtypes, strict=True):
-            if link is not None and curvature is not None:
+            if curvature is None or link is None:
+                continue
+            if curvature.dtype is dtype and link not in pending:
+                pending[link] = curvature
+            else:
                 self._give(link, curvature, dtype)
+
+    def _taken(self, stop: Stop) -> Curvatures:
+        pending, targets = self._pending, self._plan.targets
+        return [pending.get(link) if link in targets else pending.pop(link, None) for link in stop.outputs]
+
+    def _move_over(self, region: Region, s: Curvatures, g: Curvatures) -> None:
+        for link, curvature in region_curvatures(region, self._graph, s[0], g[0], self._plan.targets):
+            if curvature is not None:
+                self._give(link, curvature, self._plan.dtypes[link])
 
     def _special(self, stop: Stop, s: Curvatures, g: Curvatures) -> Curvatures:
         node: Any = self._graph.nodes[stop.place]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from itertools import chain
 from typing import Final, final
 
 import torch
@@ -52,31 +53,52 @@ class _Buffer:
 
 
 @final
+class _Shelf:
+    """The buffers of one layout and dtype."""
+
+    def __init__(self) -> None:
+        self.buffers: list[_Buffer] = []
+        self._last = 0  # the place of the one that was lent last in this pass
+
+    def begin_pass(self, number: int) -> None:
+        """Drops buffers that the last few passes did not need."""
+        self._last = 0
+        if any(number - buffer.last_pass > _KEPT for buffer in self.buffers):
+            self.buffers = [buffer for buffer in self.buffers if number - buffer.last_pass <= _KEPT]
+
+    def take(self, layout: Layout, dtype: torch.dtype) -> _Buffer:
+        """A free one: that lent last, which may still be in the cache, or the next; a new one where there is none."""
+        for place in chain(range(self._last, len(self.buffers)), range(self._last)):
+            if self.buffers[place].is_free:
+                self._last = place
+                return self.buffers[place]
+        self._last = len(self.buffers)
+        self.buffers.append(_Buffer(*layout, dtype))
+        return self.buffers[-1]
+
+
+@final
 class Workspace:
     """The buffers of one model on one thread."""
 
     def __init__(self) -> None:
-        self._buffers: dict[tuple[Layout, torch.dtype], list[_Buffer]] = {}
+        self._shelves: dict[tuple[Layout, torch.dtype], _Shelf] = {}
         self._pass = 0
 
     def begin_pass(self) -> None:
-        """Counts passes, and drops buffers that the last few did not need."""
+        """Counts passes, and drops what the last few did not need."""
         self._pass += 1
-        for key, buffers in list(self._buffers.items()):
-            if any(self._pass - buffer.last_pass > _KEPT for buffer in buffers):
-                self._buffers[key] = [buffer for buffer in buffers if self._pass - buffer.last_pass <= _KEPT]
-                if not self._buffers[key]:
-                    del self._buffers[key]
+        for key, shelf in list(self._shelves.items()):
+            shelf.begin_pass(self._pass)
+            if not shelf.buffers:
+                del self._shelves[key]
 
     def empty(self, layout: Layout, dtype: torch.dtype) -> Tensor:
         """A tensor with whatever its memory held before."""
-        buffers = self._buffers.setdefault((layout, dtype), [])
-        for buffer in buffers:
-            if buffer.is_free:
-                break
-        else:
-            buffer = _Buffer(*layout, dtype)
-            buffers.append(buffer)
+        shelf = self._shelves.get((layout, dtype))
+        if shelf is None:
+            shelf = self._shelves[layout, dtype] = _Shelf()
+        buffer = shelf.take(layout, dtype)
         buffer.last_pass = self._pass
         return buffer.lend()
 

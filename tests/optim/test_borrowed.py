@@ -1,0 +1,146 @@
+"""The default step on the CPU, by torch's own fused Adam: equal to the loop, to which it leaves the rest."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hesscale
+from hesscale.optim import borrowed
+from hesscale.optim.updates import Slot
+
+from ..test_price import Counting
+from .small import assert_close, assert_same, random
+
+SHAPES = [(3, 4), (1,), (7,), (513, 515), (2, borrowed.PIECE), (31, 33)]  # smaller and larger than a piece
+TOLERANCES = {torch.float32: 1e-6, torch.float64: 1e-13}
+
+Options = dict[str, Any]
+
+
+def made(shapes: list[Any], dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    return [nn.Parameter(random(*shape, seed=seed).to(dtype)) for seed, shape in enumerate(shapes)]
+
+
+def feed(params: list[Any], step: int = 0) -> None:
+    for index, p in enumerate(params):
+        p.grad = random(*p.shape, seed=1000 + 100 * step + index).to(p.dtype)
+        p.curvature = random(*p.shape, seed=2000 + 100 * step + index).to(p.dtype)
+
+
+def walk(params: list[Any], options: Options, steps: int = 3) -> list[Tensor]:
+    optimizer = hesscale.AdaHesScale(params, lr=0.01, **options)
+    for step in range(steps):
+        feed(params, step)
+        optimizer.step()
+    averages = [optimizer.state[p][name] for p in params for name in ("exp_avg", "exp_curvature")]
+    return [*(p.detach() for p in params), *averages]
+
+
+@pytest.fixture
+def moved(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of tensors in each call of torch's kernel."""
+    found: list[int] = []
+    original = borrowed._move
+
+    def move(slots: list[Slot]) -> None:
+        found.append(len(slots))
+        original(slots)
+
+    monkeypatch.setattr(borrowed, "_move", move)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def minus_infinity_stays() -> Any:
+    yield
+    for dtype in TOLERANCES:
+        assert torch.all(borrowed._minus_infinities(dtype) == -math.inf)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"weight_decay": 0.3},
+        {"maximize": True},
+        {"every": 2},
+        {"every": 2, "weight_decay": 0.3},
+        {"lr": 0.0, "weight_decay": 0.3},
+        {"betas": (0.0, 0.5), "eps": 0.1},
+    ],
+    ids=str,
+)
+def test_it_equals_the_loop(options: Options, dtype: torch.dtype, moved: list[int]) -> None:
+    options = {"lr": 0.01, **options}
+    results = []
+    for foreach in (None, False):
+        params = made(SHAPES, dtype)
+        optimizer = hesscale.AdaHesScale(params, foreach=foreach, **options)
+        for step in range(5):
+            feed(params, step)
+            optimizer.step()
+        results.append([*(p.detach() for p in params), *(optimizer.state[p]["exp_curvature"] for p in params)])
+    assert moved
+    assert_close(*results, tolerance=TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize(
+    "options", [{"betas": (0.9, 0.0)}, {"scale": "mean_abs"}, {"eps_inside_root": True}, {"foreach": False}], ids=str
+)
+def test_what_torch_cannot_do_is_left_to_the_loop(options: Options, moved: list[int]) -> None:
+    expected = walk(made(SHAPES[:3]), {**options, "foreach": False})
+    assert_same(walk(made(SHAPES[:3]), options), expected)
+    assert not moved
+
+
+def test_other_layouts_are_left_to_the_loop(moved: list[int]) -> None:
+    results = []
+    for foreach in (None, False):
+        p = nn.Parameter(random(6, 5).mT)
+        results.append(walk([p], {"foreach": foreach}))
+    assert_same(*results)
+    assert not moved
+
+
+def test_entries_without_curvature_stay_and_the_rest_moves(moved: list[int]) -> None:
+    flat, curved = made([(4, 5), (2, 3)])
+    before = flat.detach().clone()
+    optimizer = hesscale.AdaHesScale([flat, curved], lr=0.1)
+    feed([flat, curved])
+    flat.curvature[1] = 0.0  # type: ignore[attr-defined]
+    optimizer.step()
+    assert torch.equal(flat[1], before[1])
+    assert torch.all(flat[[0, 2, 3]] != before[[0, 2, 3]])
+    assert moved == [1]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_a_gradient_whose_square_overflows_is_left_to_the_loop(dtype: torch.dtype, moved: list[int]) -> None:
+    huge = torch.finfo(dtype).max ** 0.75
+    results = []
+    for foreach in (None, False):
+        params = made([(4, 5), (2, 3)], dtype)
+        feed(params)
+        assert params[0].grad is not None
+        params[0].grad[2, 3] = huge
+        hesscale.AdaHesScale(params, lr=0.1, foreach=foreach).step()
+        results.append([p.detach() for p in params])
+    assert_same(*results)
+    assert moved == [1]
+
+
+def test_small_parameters_share_a_call_and_nothing_large_is_allocated(moved: list[int]) -> None:
+    params = made([(100, 90), (90,), (300, 300), (300,)])
+    optimizer = hesscale.AdaHesScale(params, lr=0.01)
+    feed(params)
+    optimizer.step()
+    feed(params)
+    moved.clear()
+    with Counting() as counting:
+        optimizer.step()
+    assert moved == [4]
+    assert counting.allocations.total() == 0
