@@ -1,4 +1,4 @@
-"""Milliseconds of one optimizer step, without the backward pass: loop, foreach and fused, beside torch's Adam.
+"""Milliseconds of one optimizer step, without the backward pass, in all forms of the update, beside torch's Adam.
 
     python benchmarks/update_time.py [--threads 1] [--rounds 40]
 
@@ -18,6 +18,7 @@ import hesscale
 
 SHAPES = {"16 matrices of 512 × 512": [(512, 512)] * 16, "20 layers of 64 × 64": [(64, 64), (64,)] * 20}
 FORMS: dict[str, dict[str, Any]] = {
+    "default": {},
     "loop": {"foreach": False, "fused": False},
     "foreach": {"foreach": True},
     "fused": {"fused": True},

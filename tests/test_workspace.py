@@ -48,29 +48,29 @@ def curvatures(model: nn.Module) -> list[Tensor]:
 
 def test_a_free_buffer_is_lent_again_and_a_lent_one_is_not() -> None:
     space = Workspace()
-    first = space.empty(LAYOUT, torch.float32)
-    second = space.empty(LAYOUT, torch.float32)
+    first = space.empty(*LAYOUT, torch.float32)
+    second = space.empty(*LAYOUT, torch.float32)
     assert first.data_ptr() != second.data_ptr()
     place = first.data_ptr()
     view = first[3:].T
     del first
-    assert space.empty(LAYOUT, torch.float32).data_ptr() != place  # the view still reads it
+    assert space.empty(*LAYOUT, torch.float32).data_ptr() != place  # the view still reads it
     del view
-    assert place in [tensor.data_ptr() for tensor in [space.empty(LAYOUT, torch.float32) for _ in range(2)]]
+    assert place in [tensor.data_ptr() for tensor in [space.empty(*LAYOUT, torch.float32) for _ in range(2)]]
 
 
 def test_layouts_and_dtypes_have_buffers_of_their_own() -> None:
     space = Workspace()
     for size, stride in ((SIZE, (256, 1)), (SIZE, (1, 256)), ((512, 128), (128, 1)), ((256, 256, 1), (256, 1, 1))):
         for dtype in (torch.float32, torch.float64):
-            lent = space.empty((size, stride), dtype)
+            lent = space.empty(size, stride, dtype)
             assert lent.shape == size and lent.stride() == stride and lent.dtype == dtype
             assert lent.untyped_storage().nbytes() == lent.numel() * lent.element_size()
 
 
 def test_buffers_that_passes_no_longer_need_are_dropped() -> None:
     space = Workspace()
-    lent = weakref.ref(space.empty(LAYOUT, torch.float32).untyped_storage())
+    lent = weakref.ref(space.empty(*LAYOUT, torch.float32).untyped_storage())
     for _ in range(workspace._KEPT):
         space.begin_pass()
         assert space._shelves
@@ -142,22 +142,22 @@ def test_parameters_can_still_be_swapped() -> None:
 
 def test_memory_that_left_for_another_process_is_not_lent_again() -> None:
     space = Workspace()
-    lent = space.empty(LAYOUT, torch.float32)
+    lent = space.empty(*LAYOUT, torch.float32)
     lent.share_memory_()
     place = lent.data_ptr()
     del lent
-    assert space.empty(LAYOUT, torch.float32).data_ptr() != place
+    assert space.empty(*LAYOUT, torch.float32).data_ptr() != place
 
 
 def test_a_storage_that_a_user_keeps_is_not_lent_again() -> None:
     space = Workspace()
-    lent = space.empty(LAYOUT, torch.float32)
+    lent = space.empty(*LAYOUT, torch.float32)
     storage = lent.untyped_storage()
     del lent
-    assert space.empty(LAYOUT, torch.float32).data_ptr() != storage.data_ptr()
+    assert space.empty(*LAYOUT, torch.float32).data_ptr() != storage.data_ptr()
     place = storage.data_ptr()
     del storage
-    assert place in [tensor.data_ptr() for tensor in [space.empty(LAYOUT, torch.float32) for _ in range(2)]]
+    assert place in [tensor.data_ptr() for tensor in [space.empty(*LAYOUT, torch.float32) for _ in range(2)]]
 
 
 def test_threads_do_not_share_buffers() -> None:
@@ -214,13 +214,13 @@ def test_a_pass_over_many_layers_asks_each_buffer_once(monkeypatch: pytest.Monke
     for _ in range(3):
         run(model)
     asked = 0
-    is_free = workspace._Buffer.is_free.fget  # type: ignore[attr-defined]
+    users = workspace._Buffer.users
 
     def counted(buffer: Any) -> Any:
         nonlocal asked
         asked += 1
-        return is_free(buffer)
+        return users(buffer)
 
-    monkeypatch.setattr(workspace._Buffer, "is_free", property(counted))
+    monkeypatch.setattr(workspace._Buffer, "users", counted)
     run(model)
     assert 20 <= asked <= 3 * 2 * 20

@@ -25,6 +25,9 @@ Row = tuple[str, type, tuple[Link | None, ...], tuple[tuple[tuple[int, ...], tor
 Saved = Sequence[tuple[int, str]]
 """Saved tensors by the place of their node and their name there."""
 
+NOWHERE = -1
+"""The place of an input that needs no gradient."""
+
 LEAF = "torch::autograd::AccumulateGrad"
 
 _FREED = (
@@ -40,7 +43,7 @@ class Columns(NamedTuple):
     names: tuple[str, ...]
     kinds: tuple[type, ...]
     fan_in: tuple[int, ...]  # inputs of each node
-    children: tuple[int | None, ...]  # by place, of one node after the other
+    children: tuple[int, ...]  # by place, of one node after the other
     numbers: tuple[int, ...]  # which of a child's outputs
     fan_out: tuple[int, ...]  # outputs of each node
     shapes: tuple[tuple[int, ...], ...]  # of one node's outputs after the other's
@@ -50,7 +53,7 @@ class Columns(NamedTuple):
     def rows(self) -> tuple[Row, ...]:
         """The same row by row."""
         pairs = zip(self.children, self.numbers, strict=True)
-        links = (None if place is None else (place, nr) for place, nr in pairs)
+        links = (None if place == NOWHERE else (place, nr) for place, nr in pairs)
         outputs = zip(self.shapes, self.dtypes, self.devices, strict=True)
         return tuple(
             (name, kind, tuple(islice(links, fan_in)), tuple(islice(outputs, fan_out)))
@@ -104,34 +107,35 @@ def edge_of(tensor: Tensor) -> Edge:
 
 def trace(root: Node) -> Graph:
     """The whole graph behind ``root``."""
-    places: dict[Any, int] = {root: 0}
+    places: dict[Any, int] = {None: NOWHERE, root: 0}
     nodes: list[Any] = [root]
-    edges: list[tuple[Any, int]] = []
+    inputs: list[Any] = []
     for node in nodes:  # grows while it is read
-        for edge in node.next_functions:
-            edges.append(edge)
-            if edge[0] not in places and edge[0] is not None:
-                places[edge[0]] = len(nodes)
-                nodes.append(edge[0])
-    names = (*map(_name, nodes),)
-    outputs = [(node.variable,) if name == LEAF else node._input_metadata for node, name in zip(nodes, names)]  # noqa: B905
-    described = (*chain.from_iterable(outputs),)
+        edges = node.next_functions
+        inputs.append(edges)
+        for child, _ in edges:
+            if child not in places:
+                places[child] = len(nodes)
+                nodes.append(child)
+    outputs = [*map(_outputs, nodes)]
+    edges, described = [*chain.from_iterable(inputs)], [*chain.from_iterable(outputs)]
     columns = Columns(
-        names=names,
+        names=(*map(_name, nodes),),
         kinds=(*map(type, nodes),),
-        fan_in=(*map(len, map(_inputs, nodes)),),
-        children=(*map(places.get, map(_first, edges)),),
+        fan_in=(*map(len, inputs),),
+        children=(*map(places.__getitem__, map(_first, edges)),),
         numbers=(*map(_second, edges),),
         fan_out=(*map(len, outputs),),
         shapes=(*map(tuple, map(_shape, described)),),
         dtypes=(*map(_dtype, described),),
         devices=(*map(_device, described),),
     )
+    del places[None]
     return Graph((*nodes,), columns, places)
 
 
 _name = methodcaller("name")
-_inputs, _shape, _dtype, _device = map(attrgetter, ("next_functions", "shape", "dtype", "device"))
+_outputs, _shape, _dtype, _device = map(attrgetter, ("_input_metadata", "shape", "dtype", "device"))
 _first, _second = itemgetter(0), itemgetter(1)
 
 

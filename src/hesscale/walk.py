@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
 from typing import Any, Final, final
 
 import torch
@@ -17,6 +18,9 @@ from .regions import Region, region_curvatures
 from .rules.calculus import Widened, widened
 from .rules.families import Curvatures, Rebuilt
 from .workspace import Workspace, lend_from, workspace_of
+
+Leaf = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
+"""A variable that torch gives a gradient, its curvature; its ``.grad`` before the pass, a copy of that."""
 
 _TWO_LOSSES = "two attached losses meet in one backward pass: add the losses first, then attach their sum, once"
 _RUNNING: Final[weakref.WeakValueDictionary[int, Walk]] = weakref.WeakValueDictionary()
@@ -38,8 +42,7 @@ class Walk:
         self._readable = self._prepare_saved()
         self._ahead = frozenset[int]()  # places that are visited before torch comes to them
         self._pending: dict[Link, Tensor] = {}
-        # variables that torch gives a gradient, their curvature; their .grad before the pass, a copy of that
-        self._leaves: list[tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]] = []
+        self._leaves: list[Leaf] = []
         self._handles: list[Any] = []
         self._workspace: Workspace | None = None
         self._nested = False
@@ -136,8 +139,13 @@ class Walk:
             return
         for follower in stop.train:
             self._move(follower, follower.no_gradient)
+        pending, nodes, leaves = self._pending, self._graph.nodes, self._leaves
         for place, link in stop.ends:
-            self._arrive(place, self._pending.pop(link, None))
+            variable = graphs.leaf_of(nodes[place])
+            if variable.grad is None:
+                leaves.append((variable, pending.pop(link, None), None, None))
+            else:
+                self._arrive(place, pending.pop(link, None))
 
     def _move(self, stop: Stop, g: Curvatures) -> None:
         """Moves curvature over one node."""
@@ -205,10 +213,11 @@ class Walk:
     def _finish(self) -> None:
         """Writes ``p.curvature`` wherever torch has written ``p.grad``."""
         taken = self._storages_of_others()
+        simple = bool(self._leaves) and _are_owned(self._leaves, taken)
         for variable, s, grad, _ in self._leaves:
-            old = None if grad is None else getattr(variable, "curvature", None)
+            old = None if simple or grad is None else getattr(variable, "curvature", None)
             if old is None:
-                variable.curvature = _owned(s, variable, taken)  # type: ignore[attr-defined]
+                variable.curvature = s if simple else _owned(s, variable, taken)  # type: ignore[attr-defined]
             elif s is not None:
                 variable.curvature = old.to(s).add_(s)  # type: ignore[attr-defined]  # the model may have moved
         self._unhook()
@@ -283,6 +292,28 @@ def _note(walk: weakref.ref[Walk], variable: Tensor, s: Tensor | None) -> None:
     running = walk()
     if running is not None:
         running.note(variable, s)
+
+
+def _are_owned(leaves: Sequence[Leaf], taken: set[int]) -> bool:
+    """Whether ``_owned`` would return each s as it is, and none is to be added to another: nearly always so."""
+    variables: tuple[Any, ...]
+    variables, found, grads, _ = zip(*leaves, strict=True)
+    if not {None}.issuperset(grads) or not {Tensor}.issuperset(map(type, found)):
+        return False
+    storages = [*map(Tensor.untyped_storage, found)]
+    memories = {*map(_memory, storages)}
+    return (
+        len(memories) == len(found)
+        and memories.isdisjoint(taken)
+        and not any(map(_requires_grad, found))
+        and not any(map(Tensor._is_zerotensor, found))
+        and [*map(_nbytes, storages)] == [*map(_size, found)]
+        and [*map(Tensor.stride, found)] == [*map(Tensor.stride, variables)]
+    )
+
+
+_memory, _nbytes = torch.UntypedStorage.data_ptr, torch.UntypedStorage.nbytes
+_requires_grad, _size = attrgetter("requires_grad"), attrgetter("nbytes")
 
 
 def _owned(s: Tensor | None, like: Tensor, taken: set[int]) -> Tensor:

@@ -10,9 +10,9 @@ with the next pass of the thread. On other devices than the CPU torch's own allo
 
 from __future__ import annotations
 
-import sys
 import threading
 from itertools import chain
+from sys import getrefcount
 from typing import Final, final
 
 import torch
@@ -22,9 +22,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 LEAST: Final = 1 << 18
 """Bytes from which memory is lent; less comes from torch without page faults."""
 
-Layout = tuple[tuple[int, ...], tuple[int, ...]]
-"""Size and strides."""
+Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+"""Size, strides and dtype."""
 
+_use_count = torch._C._storage_Use_Count
 _KEPT: Final = 4  # passes that a buffer may go unused; several models may take turns on shared layers
 _PLAIN: Final = (Tensor, nn.Parameter)
 
@@ -33,20 +34,19 @@ _PLAIN: Final = (Tensor, nn.Parameter)
 class _Buffer:
     """A tensor that nobody but its workspace sees, and aliases of which are lent."""
 
+    __slots__ = ("__weakref__", "_address", "_storage", "_whole", "alone", "last_pass")
+
     def __init__(self, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> None:
         self._whole = torch.empty_strided(size, stride, dtype=dtype)
         self._storage = self._whole.untyped_storage()
-        self._alone = self._users()
+        self._address = self._storage._cdata
+        self.alone = self.users()
         self.last_pass = 0
 
-    def _users(self) -> tuple[int, int, int]:
+    def users(self) -> tuple[int, int, int]:
         """Who has a hold: tensors, the storage's one Python object, other processes (then the memory has moved)."""
         storage = self._storage
-        return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage), storage.data_ptr()
-
-    @property
-    def is_free(self) -> bool:
-        return self._users() == self._alone
+        return _use_count(self._address), getrefcount(storage), storage.data_ptr()
 
     def lend(self) -> Tensor:
         return self._whole.detach()
@@ -56,25 +56,23 @@ class _Buffer:
 class _Shelf:
     """The buffers of one layout and dtype."""
 
+    __slots__ = ("buffers", "last")
+
     def __init__(self) -> None:
         self.buffers: list[_Buffer] = []
-        self._last = 0  # the place of the one that was lent last in this pass
+        self.last = 0  # the place of the one that was lent last in this pass
 
-    def begin_pass(self, number: int) -> None:
-        """Drops buffers that the last few passes did not need."""
-        self._last = 0
-        if any(number - buffer.last_pass > _KEPT for buffer in self.buffers):
-            self.buffers = [buffer for buffer in self.buffers if number - buffer.last_pass <= _KEPT]
-
-    def take(self, layout: Layout, dtype: torch.dtype) -> _Buffer:
+    def take(self, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> _Buffer:
         """A free one: that lent last, which may still be in the cache, or the next; a new one where there is none."""
-        for place in chain(range(self._last, len(self.buffers)), range(self._last)):
-            if self.buffers[place].is_free:
-                self._last = place
-                return self.buffers[place]
-        self._last = len(self.buffers)
-        self.buffers.append(_Buffer(*layout, dtype))
-        return self.buffers[-1]
+        last, buffers = self.last, self.buffers
+        for place in chain(range(last, len(buffers)), range(last)):
+            buffer = buffers[place]
+            if buffer.users() == buffer.alone:
+                self.last = place
+                return buffer
+        self.last = len(buffers)
+        buffers.append(_Buffer(size, stride, dtype))
+        return buffers[-1]
 
 
 @final
@@ -82,23 +80,26 @@ class Workspace:
     """The buffers of one model on one thread."""
 
     def __init__(self) -> None:
-        self._shelves: dict[tuple[Layout, torch.dtype], _Shelf] = {}
+        self._shelves: dict[Layout, _Shelf] = {}
         self._pass = 0
 
     def begin_pass(self) -> None:
-        """Counts passes, and drops what the last few did not need."""
+        """Counts passes, and drops buffers that the last few did not need."""
         self._pass += 1
-        for key, shelf in list(self._shelves.items()):
-            shelf.begin_pass(self._pass)
-            if not shelf.buffers:
-                del self._shelves[key]
+        for layout, shelf in list(self._shelves.items()):
+            shelf.last = 0
+            if any(self._pass - buffer.last_pass > _KEPT for buffer in shelf.buffers):
+                shelf.buffers = [buffer for buffer in shelf.buffers if self._pass - buffer.last_pass <= _KEPT]
+                if not shelf.buffers:
+                    del self._shelves[layout]
 
-    def empty(self, layout: Layout, dtype: torch.dtype) -> Tensor:
+    def empty(self, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A tensor with whatever its memory held before."""
-        shelf = self._shelves.get((layout, dtype))
+        layout = (size, stride, dtype)
+        shelf = self._shelves.get(layout)
         if shelf is None:
-            shelf = self._shelves[layout, dtype] = _Shelf()
-        buffer = shelf.take(layout, dtype)
+            shelf = self._shelves[layout] = _Shelf()
+        buffer = shelf.take(size, stride, dtype)
         buffer.last_pass = self._pass
         return buffer.lend()
 
@@ -148,7 +149,7 @@ def _empty(size: tuple[int, ...], stride: tuple[int, ...], like: Tensor) -> Tens
     workspace = _LOCAL.current
     if workspace is None or torch.is_grad_enabled() or not _is_plain(like):
         return None
-    return workspace.empty((size, stride), like.dtype)
+    return workspace.empty(size, stride, like.dtype)
 
 
 def room_like(x: Tensor) -> Tensor | None:

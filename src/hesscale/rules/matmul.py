@@ -17,30 +17,16 @@ Shapes = Sequence[torch.Size | None]
 Square = Tensor | None
 
 
-def _left(s: Tensor, b2: Square, shape: torch.Size | None) -> Tensor | None:
-    """Curvature of A in y = AB:  s (B²)ᵀ."""
-    return None if shape is None or b2 is None else _product(s, b2.mT)
-
-
-def _right(s: Tensor, a2: Square, shape: torch.Size | None, *, transposed: bool = False) -> Tensor | None:
-    """Curvature of B in y = AB:  (A²)ᵀ s, laid out like the transpose of a contiguous matrix if B is one."""
-    if shape is None or a2 is None:
-        return None
-    return _product(s.mT, a2).mT if transposed else _product(a2.mT, s)
-
-
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    return product(a, b) if a.ndim == b.ndim == 2 else a @ b
-
-
-def _is_transposed(strides: Sequence[int]) -> bool:
-    return len(strides) == 2 and strides[0] == 1 != strides[1]  # no strides: the matrix needs no gradient
-
-
 def mm(node: Any, s: Tensor, wanted: Shapes, a2: Square, b2: Square) -> Curvatures:
-    """y = AB:  s (B²)ᵀ  and  (A²)ᵀ s."""
-    transposed = _is_transposed(node._saved_mat2_sym_strides)
-    return _left(s, b2, wanted[0]), _right(s, a2, wanted[1], transposed=transposed)
+    """y = AB:  s (B²)ᵀ  and  (A²)ᵀ s, laid out like the transpose of a contiguous matrix if B is one."""
+    left = right = None
+    if wanted[0] is not None and b2 is not None:
+        left = product(s, b2.mT)
+    if wanted[1] is not None and a2 is not None:
+        strides = node._saved_mat2_sym_strides
+        is_transposed = len(strides) == 2 and strides[0] == 1 != strides[1]  # no strides: B needs no gradient
+        right = product(s.mT, a2).mT if is_transposed else product(a2.mT, s)
+    return left, right
 
 
 def addmm(node: Any, s: Tensor, wanted: Shapes, a2: Square, b2: Square) -> Curvatures:
@@ -50,13 +36,13 @@ def addmm(node: Any, s: Tensor, wanted: Shapes, a2: Square, b2: Square) -> Curva
 
 def bmm(node: Any, s: Tensor, wanted: Shapes, a2: Square, b2: Square) -> Curvatures:
     """y_n = A_n B_n, as mm."""
-    return _left(s, b2, wanted[0]), _right(s, a2, wanted[1])
+    left = None if wanted[0] is None or b2 is None else s @ b2.mT
+    return left, None if wanted[1] is None or a2 is None else a2.mT @ s
 
 
 def baddbmm(node: Any, s: Tensor, wanted: Shapes, a2: Square, b2: Square) -> Curvatures:
     """y_n = βC_n + αA_n B_n, as addmm; also y = βC + α Σ_n A_n B_n, where s broadcasts over n."""
-    scaled = _scaled(s, node._saved_alpha)
-    return _added(s, node._saved_beta, wanted[0]), _left(scaled, b2, wanted[1]), _right(scaled, a2, wanted[2])
+    return _added(s, node._saved_beta, wanted[0]), *bmm(node, _scaled(s, node._saved_alpha), wanted[1:], a2, b2)
 
 
 def mv(node: Any, s: Tensor, wanted: Shapes, a2: Square, v2: Square) -> Curvatures:
