@@ -106,6 +106,22 @@ def test_other_layouts_are_left_to_the_loop(moved: list[int]) -> None:
     assert not moved
 
 
+def test_groups_of_different_kinds_are_kept_apart(moved: list[int]) -> None:
+    results = []
+    for foreach in (None, False):
+        params = [*made([(4, 5), (3,)]), *made([(6, 2), (5, 5)], torch.float64), nn.Parameter(random(4, 3).float().mT)]
+        groups: list[Options] = [{"params": [p], "every": 1 + i % 3, "lr": 0.01 * i} for i, p in enumerate(params)]
+        optimizer = hesscale.AdaHesScale(groups, foreach=foreach)
+        for step in range(7):
+            for p in params:
+                p.grad = random(*p.shape, seed=step).to(p)
+                p.curvature = random(*p.shape, seed=step + 20).to(p)  # type: ignore[attr-defined]
+            optimizer.step()
+        results.append([p.detach() for p in params])
+    assert_close(*results, tolerance=1e-6)
+    assert sum(moved) == 7 * 4
+
+
 def test_entries_without_curvature_stay_and_the_rest_moves(moved: list[int]) -> None:
     flat, curved = made([(4, 5), (2, 3)])
     before = flat.detach().clone()

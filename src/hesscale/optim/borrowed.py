@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -19,97 +19,90 @@ from .updates import Slot, update_by_loop
 PIECE = 1 << 18
 """Entries that are moved at a time: few enough for the cache, since averages are swept over several times."""
 
-_DTYPES = (torch.float32, torch.float64)
-_PLAIN = {Tensor, torch.nn.Parameter, type(None)}
+_DTYPES = ({torch.float32}, {torch.float64})
+_PLAIN, _NUMBERS = {Tensor, torch.nn.Parameter}, {int, float}
+_dtype, _is_cpu = attrgetter("dtype"), attrgetter("is_cpu")
 
 
 def update_by_borrowed(slots: Sequence[Slot]) -> None:
     """As ``update_by_loop`` of updates.py, for gradients whose squares are finite: −∞ + g² must stay −∞."""
-    fitting: list[Slot] = []
-    others: list[Slot] = []
-    for slot in slots:
-        (fitting if _fits(slot) else others).append(slot)
-    for batch in _batches([piece for slot in fitting for piece in _pieces(slot)]):
+    fitting = slots if slots and _fit(slots) else [slot for slot in slots if _fit([slot])]
+    for batch in _batches(fitting):
         _update(batch)
-    update_by_loop(others)
+    if len(fitting) < len(slots):
+        update_by_loop([slot for slot in slots if not _fit([slot])])
 
 
-def _fits(slot: Slot) -> bool:
-    _, formula, p, g, h, m, v, steps, *_ = slot
+def _fit(slots: Sequence[Slot]) -> bool:
+    """Whether torch's kernel can take them; looked at by columns, since few of them is what most networks have."""
+    _, formulas, p, g, h, m, v, steps, *_ = zip(*slots, strict=True)
+    tensors = [*p, *g, *m, *v, *[tensor for tensor in h if tensor is not None]]
     return (
-        p.dtype in _DTYPES
-        and formula.scale == "rms"
-        and formula.beta2 > 0  # 0·∞ is not a number
-        and not formula.eps_inside_root
-        and not isinstance(steps, Tensor)
-        and _PLAIN.issuperset(map(type, (p, g, h, m, v)))
-        and p.is_cpu
-        and p.is_contiguous()
-        and g.is_contiguous()
-        and m.is_contiguous()
-        and v.is_contiguous()
-        and (h is None or h.is_contiguous())
-        and p.numel() > 0
+        all(f.scale == "rms" and f.beta2 > 0 and not f.eps_inside_root for f in {*formulas})  # 0·∞ is not a number
+        and _NUMBERS.issuperset(map(type, steps))
+        and _PLAIN.issuperset(map(type, tensors))
+        and all(map(_is_cpu, tensors))
+        and {*map(_dtype, tensors)} in _DTYPES
+        and all(map(Tensor.is_contiguous, tensors))
+        and 0 not in map(Tensor.numel, p)
     )
 
 
+def _batches(slots: Sequence[Slot]) -> Iterator[list[Slot]]:
+    """Pieces of one kind that follow each other, until there are ``PIECE`` entries or more."""
+    batch: list[Slot] = []
+    size, kind = 0, None
+    for slot in slots:
+        this = (slot.formula, slot.p.dtype, slot.steps, slot.refreshes, slot.h is None)
+        for piece in (slot,) if slot.p.numel() <= PIECE else _pieces(slot):
+            if batch and (size >= PIECE or this != kind):
+                yield batch
+                batch, size = [], 0
+            batch.append(piece)
+            size, kind = size + piece.p.numel(), this
+    if batch:
+        yield batch
+
+
 def _pieces(slot: Slot) -> Iterator[Slot]:
-    if slot.p.numel() <= PIECE:
-        yield slot
-        return
     p, g, m, v = (tensor.view(-1).split(PIECE) for tensor in (slot.p, slot.g, slot.m, slot.v))
     h = [None] * len(p) if slot.h is None else slot.h.view(-1).split(PIECE)
     for parts in zip(p, g, h, m, v, strict=True):
         yield slot._replace(**dict(zip("pghmv", parts, strict=True)))
 
 
-def _batches(pieces: Sequence[Slot]) -> Iterator[list[Slot]]:
-    """Pieces of one kind that follow each other, until there are ``PIECE`` entries or more."""
-    batch: list[Slot] = []
-    size, kind = 0, None
-    for piece in pieces:
-        this = (id(piece.formula), piece.p.dtype, piece.steps, piece.refreshes, piece.h is None)
-        if batch and (this != kind or size >= PIECE):
-            yield batch
-            batch, size = [], 0
-        batch.append(piece)
-        size, kind = size + piece.p.numel(), this
-    if batch:
-        yield batch
-
-
 def _update(slots: Sequence[Slot]) -> None:
-    beta2, v = slots[0].formula.beta2, [slot.v for slot in slots]
-    h = [slot.h for slot in slots if slot.h is not None]
-    if h:
-        torch._foreach_mul_(v, beta2)
-        torch._foreach_addcmul_(v, h, h, value=1 - beta2)
+    _, formulas, _, _, h, _, v, *_ = zip(*slots, strict=True)
+    if h[0] is not None:
+        torch._foreach_mul_(v, formulas[0].beta2)
+        torch._foreach_addcmul_(v, h, h, value=1 - formulas[0].beta2)
     # an entry without curvature must not move, of which torch's kernel knows nothing
     smallest = [*map(float, map(Tensor.amin, v))]
     if min(smallest) > 0:
         _move(slots)
         return
-    _move([slot for slot, least in zip(slots, smallest, strict=True) if least > 0])
+    curved = [slot for slot, least in zip(slots, smallest, strict=True) if least > 0]
+    if curved:
+        _move(curved)
     update_by_loop([slot._replace(h=None) for slot, least in zip(slots, smallest, strict=True) if not least > 0])
 
 
 def _move(slots: Sequence[Slot]) -> None:
-    if not slots:
-        return
-    formula, steps, refreshes = slots[0].formula, slots[0].steps, slots[0].refreshes
+    _, formulas, p, g, _, m, v, all_steps, all_refreshes, _ = zip(*slots, strict=True)
+    formula, steps, refreshes = formulas[0], all_steps[0], all_refreshes[0]
     # the kernel has one count for both averages: the difference is made up for by lr, and that by weight_decay
-    lr: Any = formula.lr if steps == refreshes else slots[0].step_size * (1 - formula.beta1**refreshes)
+    lr = formula.lr if steps == refreshes else slots[0].step_size * (1 - formula.beta1**refreshes)
     torch._fused_adamw_(
-        [slot.p for slot in slots],
-        [slot.g for slot in slots],
-        [slot.m for slot in slots],
-        [_minus_infinity(slot.p.dtype, slot.p.shape) for slot in slots],
-        [slot.v for slot in slots],
-        [torch.tensor(float(refreshes))] * len(slots),
+        p,
+        g,
+        m,
+        [_minus_infinity(tensor.dtype, tensor.shape) for tensor in p],
+        v,
+        [torch.tensor(float(refreshes))] * len(p),
         lr=lr,
         beta1=formula.beta1,
         beta2=formula.beta2,
-        weight_decay=formula.weight_decay * float(formula.lr) / lr if lr else 0.0,
+        weight_decay=formula.weight_decay * formula.lr / lr if lr else 0.0,
         eps=formula.eps,
         amsgrad=True,
         maximize=formula.maximize,

@@ -106,13 +106,13 @@ def suspicious(slots: Sequence[Slot]) -> list[Slot]:
 
     Two numbers per slot find them, gᵀg and hᵀh. In all others the squares of g and h are finite, too.
     """
-    numbers = _numbers([_square(tensor) for slot in slots for tensor in (slot.g, slot.h) if tensor is not None])
-    found, left = [], iter(numbers)
-    for slot in slots:
-        g, h = next(left), 1.0 if slot.h is None else next(left)
-        if h == 0.0 or not math.isfinite(g + h):
-            found.append(slot)
-    return found
+    tensors = [tensor for slot in slots for tensor in (slot.g, slot.h) if tensor is not None]
+    numbers = _numbers([*map(_square, tensors)])
+    if 0.0 not in numbers and math.isfinite(sum(numbers)):  # at a glance
+        return []
+    left = iter(numbers)
+    seen = [(slot, next(left), 1.0 if slot.h is None else next(left)) for slot in slots]
+    return [slot for slot, g, h in seen if h == 0.0 or not math.isfinite(g + h)]
 
 
 def non_finite(suspects: Sequence[Slot]) -> list[str]:

@@ -178,7 +178,7 @@ class CurvatureScaled(Optimizer):
         batches, rest = native.gathered(slots)
         suspects = _suspects(batches, rest)
         if self._is_usable([slot for slot in slots if id(slot) in suspects] if suspects else []):
-            self._update(batches, [_by_loop(slot) if id(slot) in suspects else slot for slot in rest])
+            self._update(batches, [_by_loop(s) if id(s) in suspects else s for s in rest] if suspects else rest)
             self._count(slots, rest)
 
     def _slots(self, group: dict[str, Any]) -> list[Slot]:
@@ -237,8 +237,11 @@ class CurvatureScaled(Optimizer):
                 native.update(batch)
             else:
                 pairs += zip(batch.slots, native.directions(batch), strict=True)
-        for name, (update, directions) in IMPLEMENTATIONS.items() if rest else ():
-            chosen = [slot for slot in rest if slot.formula.implementation == name]
+        chosen_by: dict[str, list[Slot]] = {}
+        for slot in rest:
+            chosen_by.setdefault(slot.formula.implementation, []).append(slot)
+        for name, chosen in chosen_by.items():
+            update, directions = IMPLEMENTATIONS[name]
             if radius is None:
                 update(chosen)
             else:
@@ -265,8 +268,10 @@ class CurvatureScaled(Optimizer):
 
 def _suspects(batches: Sequence[Batch], rest: Sequence[Slot]) -> set[int]:
     """The ids of slots that deserve a closer look; nobody looks at those that are captured."""
-    found = checks.suspicious([slot for slot in rest if not isinstance(slot.steps, Tensor)])
-    return {*map(id, found), *(id(slot) for batch in batches for slot in native.suspicious(batch))}
+    found = checks.suspicious([slot for slot in rest if not isinstance(slot.steps, Tensor)]) if rest else []
+    for batch in batches:
+        found += native.suspicious(batch)
+    return {*map(id, found)}
 
 
 def _by_loop(slot: Slot) -> Slot:
