@@ -25,6 +25,7 @@ LEAST: Final = 1 << 18
 Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 """Size, strides and dtype."""
 
+_MOST_PASSING: Final = 1 << 22
 _use_count = torch._C._storage_Use_Count
 _KEPT: Final = 4  # passes that a buffer may go unused; several models may take turns on shared layers
 _PLAIN: Final = (Tensor, nn.Parameter)
@@ -152,14 +153,21 @@ def _empty(size: tuple[int, ...], stride: tuple[int, ...], like: Tensor) -> Tens
     return workspace.empty(size, stride, like.dtype)
 
 
-def room_like(x: Tensor) -> Tensor | None:
-    """Memory for a result laid out as x is; None where torch should allocate it itself."""
-    return _empty(x.shape, x.stride(), x) if x.nbytes >= LEAST and _is_dense(x) else None
+def passing_room(x: Tensor) -> Tensor | None:
+    """Memory for what stands in for x in the next step of a pass; None where torch should allocate it itself.
+
+    Not where x is large: the images of a convolutional network would keep as much memory again between passes.
+    """
+    return _room_like(x) if x.nbytes <= _MOST_PASSING else None
 
 
 def squared(x: Tensor) -> Tensor:
     """x², laid out as x is."""
-    return torch.mul(x, x, out=room_like(x))
+    return torch.mul(x, x, out=_room_like(x))
+
+
+def _room_like(x: Tensor) -> Tensor | None:
+    return _empty(x.shape, x.stride(), x) if x.nbytes >= LEAST and _is_dense(x) else None
 
 
 def _is_dense(x: Tensor) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..workspace import room_like, squared
+from ..workspace import LEAST, passing_room, squared
 from .calculus import added, pull, reduced
 
 Curvatures = Sequence[Tensor | None]
@@ -169,7 +169,7 @@ def _by_ratio(
     a, b, t = ratio
     if s is None:
         return None if g is None else pull(node, a * g if t is None else g * (a + b * t))[0]
-    room = None if again is None else room_like(s)
+    room = None if again is None else passing_room(s)
     inner = pull(node, s)[0] if again is None or room is None else again(s, t, grad_input=room)
     if inner is None:
         return None
@@ -178,7 +178,8 @@ def _by_ratio(
         inner.add_(g, alpha=a)
     if g is not None and t is not None:
         inner.addcmul_(g, t, value=b)
-    return pull(node, inner)[0] if again is None or room is None else again(inner, t, grad_input=inner)
+    in_place = again is not None and type(inner) is Tensor and inner.nbytes >= LEAST  # else the shorter way is faster
+    return again(inner, t, grad_input=inner) if again is not None and in_place else pull(node, inner)[0]
 
 
 def _curvature(pair: Pair, s: Tensor | None, g: Tensor | None) -> Tensor | None:

@@ -33,7 +33,7 @@ layer in the backward pass, curvature adds two."""
 WAYS = ("", "_without_forward")
 """Endings of the fields for the two ways to count."""
 
-_PIECE, _MOST = 0.02, 50  # a piece is about so many seconds of Adam's steps, and at most so many steps
+_PIECE, _MOST = 0.04, 50  # a piece is about so many seconds of Adam's steps, and at most so many steps
 _WARM_UP = 3
 _EXACT_ROUNDS = 3  # exact diagonals take seconds and need no precision
 
@@ -64,10 +64,11 @@ def _measure_some(cell: Cell, methods: Sequence[Method], *, rounds: int, watch: 
             for _ in range(1 if method.exact else max(_WARM_UP, 2 * method.period)):
                 steps[method.name]()
         shortest = min(timed(steps[UNIT], 1)[0] for _ in range(_WARM_UP))
-        count = 1 if any(method.exact for method in methods) else min(_MOST, math.ceil(_PIECE / shortest))
+        warm = not any(method.exact for method in methods)
+        count = min(_MOST, math.ceil(_PIECE / shortest)) if warm else 1
         # whole periods only, so that every piece has its share of cheap and of dear steps
         counts = {method.name: method.period * math.ceil(count / method.period) for method in methods}
-        pieces = {name: functools.partial(timed, step, counts[name]) for name, step in steps.items()}
+        pieces = {name: functools.partial(timed, step, counts[name], warm=warm) for name, step in steps.items()}
         found = interleaved(pieces, rounds=rounds, watch=watch)
     return [
         {"optimizer": method.name, "exact": method.exact, "steps": counts[method.name], **_summary(found, method.name)}
@@ -75,11 +76,14 @@ def _measure_some(cell: Cell, methods: Sequence[Method], *, rounds: int, watch: 
     ]
 
 
-def timed(step: Step, count: int) -> Times:
-    """Seconds per step: of all of it, and of backward and update alone. The first of several warms caches up."""
+def timed(step: Step, count: int, *, warm: bool = True) -> Times:
+    """Seconds per step: of all of it, and of backward and update alone.
+
+    One more comes before: in training, a step finds in the caches what the last one left there.
+    """
     clock = time.perf_counter
     whole = part = 0.0
-    if count > 1:
+    if warm:
         step()
     for _ in range(count):
         start = clock()
