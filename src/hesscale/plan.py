@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -130,9 +130,37 @@ def _new_plan(columns: Columns, question: Question, fallback: Rule | None = None
     inside = {place for region in regions.values() for place in region.places[1:]}
     ahead = _ahead(rows, wiring, rules, loss) - inside - regions.keys()
     dtypes, targets = _dtypes(wiring), frozenset(question.targets or ())
+    kept = [place for place in wiring.order if place not in inside]
+    stops = _stops(kept, wiring, rules, regions, ahead=ahead, loss=loss, dtypes=dtypes, targets=targets)
+    return Plan(
+        method=method,
+        start=question.start,
+        stops=stops,
+        waiting=tuple(stop for stop in stops if stop.place and stop.place not in ahead),
+        ahead=ahead,
+        leaves=tuple(place for place in wiring.order[1:] if rules[place] is None),
+        saved=tuple((place, name) for place in wiring.order for name in saved_names(rows[place][1])),
+        targets=targets,
+        dtypes=dtypes,
+        owner=next((place for place in wiring.order if rules[place] is None), None),
+    )
+
+
+def _stops(
+    places: Sequence[int],
+    wiring: Wiring,
+    rules: Rules,
+    regions: Mapping[int, Region],
+    *,
+    ahead: frozenset[int],
+    loss: frozenset[int],
+    dtypes: Mapping[Link, torch.dtype],
+    targets: frozenset[Link],
+) -> tuple[Stop, ...]:
+    """One stop per place, in the order of ``places``."""
     stops: dict[int, Stop] = {}
     trains: dict[int, tuple[Stop, ...]] = {}
-    for place in reversed([place for place in wiring.order if place not in inside]):  # those behind first
+    for place in reversed(places):  # those behind first
         region, rule = regions.get(place), rules[place]
         sources = wiring.edges[place] if region is None else region.sources
         next_ones = [stops[link[0]] for link in sources if link is not None and link[0] in ahead]
@@ -155,18 +183,7 @@ def _new_plan(columns: Columns, question: Question, fallback: Rule | None = None
             train=() if place in ahead else tuple(stop for stop in trains[place] if stop.rule is not None),
             ends=tuple((stop.place, stop.outputs[0]) for stop in trains[place] if stop.rule is None),
         )
-    return Plan(
-        method=method,
-        start=question.start,
-        stops=tuple(reversed(stops.values())),
-        waiting=tuple(stop for stop in reversed(stops.values()) if stop.place and stop.place not in ahead),
-        ahead=ahead,
-        leaves=tuple(place for place in wiring.order[1:] if rules[place] is None),
-        saved=tuple((place, name) for place in wiring.order for name in saved_names(rows[place][1])),
-        targets=targets,
-        dtypes=dtypes,
-        owner=next((place for place in wiring.order if rules[place] is None), None),
-    )
+    return tuple(reversed(stops.values()))
 
 
 def _dtypes(wiring: Wiring) -> dict[Link, torch.dtype]:

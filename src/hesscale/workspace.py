@@ -25,7 +25,7 @@ LEAST: Final = 1 << 18
 Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 """Size, strides and dtype."""
 
-_MOST_PASSING: Final = 1 << 22
+_MOST_PASSING: Final = 1 << 22  # bytes, of what lives for one step of a pass
 _use_count = torch._C._storage_Use_Count
 _KEPT: Final = 4  # passes that a buffer may go unused; several models may take turns on shared layers
 _PLAIN: Final = (Tensor, nn.Parameter)

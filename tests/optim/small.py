@@ -74,3 +74,23 @@ def assert_same(ours: Iterable[Tensor], theirs: Iterable[Tensor]) -> None:
 
 def assert_close(ours: Iterable[Tensor], theirs: Iterable[Tensor], tolerance: float = 1e-12) -> None:
     torch.testing.assert_close(list(ours), list(theirs), rtol=tolerance, atol=tolerance)
+
+
+TOLERANCES = {torch.float32: 1e-6, torch.float64: 1e-13}
+"""To which two implementations of the same step agree."""
+
+
+def made(shapes: Iterable[Any], dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    return [nn.Parameter(random(*shape, seed=seed).to(dtype)) for seed, shape in enumerate(shapes)]
+
+
+def moved_by(
+    params: list[Any], feed: Callable[[list[Any], int], None], options: dict[str, Any], steps: int
+) -> list[Tensor]:
+    """Parameters and averages after some steps, before each of which ``feed`` writes gradients and curvature."""
+    optimizer = hesscale.AdaHesScale(params, lr=0.01, **options)
+    for step in range(steps):
+        feed(params, step)
+        optimizer.step()
+    averages = [optimizer.state[p][name] for p in params for name in ("exp_avg", "exp_curvature")]
+    return [*(p.detach() for p in params), *averages]

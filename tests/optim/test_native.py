@@ -12,16 +12,11 @@ from hesscale.optim import kernel, native
 from hesscale.optim.updates import Slot
 
 from ..test_price import Counting
-from .small import assert_close, assert_same, network, parameters, random, train
+from .small import TOLERANCES, assert_close, assert_same, made, moved_by, network, parameters, random, train
 
 SIZES = [1, 2, 7, 31, 33, 1000, 70001]
-TOLERANCES = {torch.float32: 1e-6, torch.float64: 1e-13}
 
 Options = dict[str, Any]
-
-
-def made(shapes: list[Any], dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
-    return [nn.Parameter(random(*shape, seed=seed).to(dtype)) for seed, shape in enumerate(shapes)]
 
 
 def feed(params: list[Any], step: int = 0) -> None:
@@ -33,12 +28,7 @@ def feed(params: list[Any], step: int = 0) -> None:
 
 
 def walk(params: list[Any], options: Options, steps: int = 4) -> list[Tensor]:
-    optimizer = hesscale.AdaHesScale(params, lr=0.01, **options)
-    for step in range(steps):
-        feed(params, step)
-        optimizer.step()
-    averages = [optimizer.state[p][name] for p in params for name in ("exp_avg", "exp_curvature")]
-    return [*(p.detach() for p in params), *averages]
+    return moved_by(params, feed, options, steps)
 
 
 @pytest.fixture

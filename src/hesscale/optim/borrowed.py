@@ -1,4 +1,4 @@
-"""The formula through torch's own fused Adam: the default on the CPU. It needs no compiler, and half the loop's time.
+"""The formula through torch's own fused Adam: the default on the CPU. No compiler is needed; faster than the loop.
 
 Torch's kernel averages g², which is not wanted here. But its AMSGrad form divides by the larger of two averages: if the
 one that it makes itself begins at −∞, it stays there, and the other one is the average of curvature.

@@ -178,8 +178,11 @@ def _by_ratio(
         inner.add_(g, alpha=a)
     if g is not None and t is not None:
         inner.addcmul_(g, t, value=b)
-    in_place = again is not None and type(inner) is Tensor and inner.nbytes >= LEAST  # else the shorter way is faster
-    return again(inner, t, grad_input=inner) if again is not None and in_place else pull(node, inner)[0]
+    if (
+        again is not None and type(inner) is Tensor and inner.nbytes >= LEAST
+    ):  # for less, the way over the node is faster
+        return again(inner, t, grad_input=inner)
+    return pull(node, inner)[0]
 
 
 def _curvature(pair: Pair, s: Tensor | None, g: Tensor | None) -> Tensor | None:
