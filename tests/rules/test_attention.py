@@ -80,14 +80,20 @@ def test_grouped_queries() -> None:
     assert_same(fused, plain(q, k, v), [q, k, v], "hesscale")
 
 
-def test_some_heads_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With room for one attention matrix the result is the same, and no larger tensor is made."""
-    q, k, v = randn(2, 4, 5, 8), randn(2, 4, 7, 8, seed=1), randn(2, 4, 7, 8, seed=2)
-    whole = diagonals(F.scaled_dot_product_attention(q, k, v), [q, k, v], "hesscale")
-    monkeypatch.setattr(attention, "_ELEMENTS", 1)
-    assert_same(F.scaled_dot_product_attention(q, k, v), plain(q, k, v), [q, k, v], "hesscale")
-    single = diagonals(F.scaled_dot_product_attention(q, k, v), [q, k, v], "hesscale")
-    torch.testing.assert_close(whole, single, rtol=1e-12, atol=1e-12)
+@pytest.mark.parametrize("rows", [1, 3, 128])
+@pytest.mark.parametrize("size", [1, 35, 100, 300])  # a head's attention matrix has 35 elements
+@pytest.mark.parametrize("kind", ["plain", "causal", "masked", "grouped"])
+def test_piece_by_piece(monkeypatch: pytest.MonkeyPatch, kind: str, size: int, rows: int) -> None:
+    """Some heads, or some rows of a head at a time: the result is the same."""
+    groups = 2 if kind == "grouped" else 4
+    q, k, v = randn(2, 4, 5, 8), randn(2, groups, 7, 8, seed=1), randn(2, groups, 7, 8, seed=2)
+    options: dict[str, Any] = {"is_causal": kind == "causal"}
+    if kind == "masked":
+        options["attn_mask"] = torch.rand(2, 1, 5, 7, generator=torch.Generator().manual_seed(0)) < 0.7
+    monkeypatch.setattr(attention, "piece", lambda _: size)
+    monkeypatch.setattr(attention, "_ROWS", rows)
+    fused = F.scaled_dot_product_attention(q, k, v, enable_gqa=kind == "grouped", **options)
+    assert_same(fused, plain(q, k, v, **options), [q, k, v], "hesscale")
 
 
 def test_dropout_runs_on_the_math_kernel() -> None:

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 import hesscale
-from hesscale.rules import RULES
+from hesscale.rules import RULES, pieces
+from hesscale.rules.families import Elementwise
 from hesscale.testing import check_rule
 
 from .case import Case
@@ -63,6 +64,22 @@ def test_rule_is_exact_on_strided_inputs(case: Case) -> None:
     if case.node in CONTIGUOUS_ONLY or case.label in CONTIGUOUS_ONLY:
         pytest.skip("torch itself wants a contiguous input here")
     check_rule(case.function, *map(strided, case.inputs), reference=case.reference, seed=1)
+
+
+PIECEWISE = {
+    "LogSoftmaxBackward0",
+    "NativeBatchNormBackward0",
+    "NativeLayerNormBackward0",
+    "SafeSoftmaxBackward0",
+    "SoftmaxBackward0",
+}
+PIECEWISE |= {name for name, rule in RULES.items() if isinstance(rule, Elementwise) and rule.by_parts}
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.node in PIECEWISE], ids=lambda case: case.label)
+def test_rule_is_exact_piece_by_piece(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pieces, "_CACHED", 1)
+    check_rule(case.function, *case.inputs, reference=case.reference, seed=2)
 
 
 def strided(value: object) -> object:

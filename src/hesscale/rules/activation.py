@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .calculus import added
-from .families import Coupled, Elementwise, Pair, Ratio, Selection, of_ratio, signed
+from .families import Coupled, Elementwise, Pair, Ratio, Selection, of_ratio, signed, unary
 from .table import register
 
 register(of_ratio(1, -2, torch.ops.aten.sigmoid_backward.grad_input), "SigmoidBackward0")
@@ -54,33 +54,41 @@ def celu_in_place(node: Any) -> Pair:
 
 
 def gelu(node: Any) -> Pair:
-    """xΦ(x):  φ(x)(2 − x²), or the tanh form's."""
+    """xΦ(x):  Φ(x) + xφ(x)  and  φ(x)(2 − x²), or the tanh form's."""
     x = node._saved_self.clamp(-100, 100)  # f'' is zero long before, and x³ must not overflow
     if node._saved_approximate == "tanh":
-        return None, _gelu_tanh(x)
-    return None, (-x.square() / 2).exp() * (2 - x.square()) / math.sqrt(2 * math.pi)
+        return _gelu_tanh(x)
+    square = x * x
+    density = (square * -0.5).exp_().mul_(1 / math.sqrt(2 * math.pi))
+    first = (x * math.sqrt(0.5)).erf_().add_(1).mul_(0.5).addcmul_(x, density)
+    return first, density.mul_(square.neg_().add_(2))
 
 
-def _gelu_tanh(x: Tensor) -> Tensor:
-    """½x(1 + t), t = tanh u, u = k(x + cx³):  (1 − t²)(u' + ½x(u'' − 2t u'²))."""
+def _gelu_tanh(x: Tensor) -> Pair:
+    """½x(1 + t), t = tanh u, u = k(x + cx³):  ½(1 + t) + ½x(1 − t²)u'  and  (1 − t²)(u' + ½x(u'' − 2t u'²))."""
     k, c = math.sqrt(2 / math.pi), 0.044715
-    t = torch.tanh(k * (x + c * x**3))
-    first, second = k * (1 + 3 * c * x.square()), 6 * k * c * x
-    return (1 - t.square()) * (first + x / 2 * (second - 2 * t * first.square()))
+    square = x.square()
+    t = torch.tanh(k * x * (1 + c * square))
+    first, second, half = k * (1 + 3 * c * square), 6 * k * c * x, x / 2
+    slope = 1 - t * t
+    return (1 + t) / 2 + half * slope * first, slope * (first + half * (second - 2 * t * first.square()))
 
 
 def silu(node: Any) -> Pair:
-    """xσ(x):  σ(1 − σ)(2 + x(1 − 2σ))."""
+    """xσ(x):  σ + xσ(1 − σ)  and  σ(1 − σ)(2 + x(1 − 2σ))."""
     x = node._saved_self
     sigma = torch.sigmoid(x)
-    return None, sigma * (1 - sigma) * (2 + x * (1 - 2 * sigma))
+    slope = torch.addcmul(sigma, sigma, sigma, value=-1)
+    first = torch.addcmul(sigma, x, slope)
+    return first, sigma.mul_(-2).add_(1).mul_(x).add_(2).mul_(slope)
 
 
 def mish(node: Any) -> Pair:
-    """x·w, w = tanh(softplus(x)):  (1 − w²)σ(2 + x(1 − σ) − 2xwσ)."""
+    """x·w, w = tanh(softplus(x)):  w + x(1 − w²)σ  and  (1 − w²)σ(2 + x(1 − σ) − 2xwσ)."""
     x = node._saved_self
     sigma, w = torch.sigmoid(x), torch.tanh(torch.nn.functional.softplus(x))
-    return None, (1 - w * w) * sigma * (2 + x * (1 - sigma) - 2 * x * w * sigma)
+    slope = (1 - w * w) * sigma
+    return w + x * slope, slope * (2 + x * (1 - sigma) - 2 * x * w * sigma)
 
 
 def hardswish(node: Any) -> Pair:
@@ -109,16 +117,16 @@ def glu(node: Any, s: Tensor | None, g: Tensor | None) -> Tensor:
     return torch.cat([first, torch.zeros_like(b) if second is None else second], dim)
 
 
-register(Elementwise(log_sigmoid), "LogSigmoidBackward0")
-register(Elementwise(softplus), "SoftplusBackward0")
+register(unary(log_sigmoid), "LogSigmoidBackward0")
+register(unary(softplus), "SoftplusBackward0")
 register(Elementwise(ratio=elu), "EluBackward0")
-register(Elementwise(elu_in_place), "EluBackward1")
-register(Elementwise(celu), "CeluBackward0")
-register(Elementwise(celu_in_place), "CeluBackward1")
-register(Elementwise(gelu), "GeluBackward0")
-register(Elementwise(silu), "SiluBackward0")
-register(Elementwise(mish), "MishBackward0")
-register(Elementwise(hardswish), "HardswishBackward0")
+register(unary(elu_in_place), "EluBackward1")
+register(unary(celu), "CeluBackward0")
+register(unary(celu_in_place), "CeluBackward1")
+register(unary(gelu), "GeluBackward0")
+register(unary(silu), "SiluBackward0")
+register(unary(mish), "MishBackward0")
+register(unary(hardswish), "HardswishBackward0")
 register(Elementwise(prelu, linear=((1,),)), "PreluKernelBackward0")
 register(Coupled(glu), "GluBackward0")
 register(

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from .calculus import added, through_softmax
 from .families import Coupled, Curvatures
+from .pieces import piece, pieces
 from .table import register
 
-_ELEMENTS = 2**22  # of attention matrices held at a time: as many heads as fit, at least one
+_ROWS = 128  # of an attention matrix that are worth a matrix product
 
 _DROPOUT = (
     "This fused attention kernel drops weights at random and does not say which: train without attention dropout, or "
@@ -42,32 +43,38 @@ def attention(softmax: Softmax) -> Callable[[Any, Tensor | None, Tensor | None],
         query, key, value = node._saved_query, node._saved_key, node._saved_value
         scale = node._saved_scale if node._saved_scale is not None else 1 / math.sqrt(query.shape[-1])
         mask = _mask(node)
+        mask = None if mask is None else mask.expand(*query.shape[:3], key.shape[2])
         # several query heads may read one key and value: [batch, groups, heads per group, length, width]
-        q, s_y, g_y = (None if t is None else t.unflatten(1, (key.shape[1], -1)) for t in (query, s, g))
-        k, v = key.unsqueeze(2), value.unsqueeze(2)
-        assert q is not None
-        mask = None if mask is None else mask.expand(*query.shape[:3], key.shape[2]).unflatten(1, (key.shape[1], -1))
-        results = [torch.zeros_like(t) for t in (query.unflatten(1, (key.shape[1], -1)), key, value)]
-        for part in _parts(q.shape, key.shape[2]):
-            seeds = (None if t is None else t[part] for t in (s_y, g_y))
-            weights = _weights(q[part], k[part], None if mask is None else mask[part], scale, node._saved_is_causal)
-            curvatures = _steps(q[part], k[part], v[part], weights, *seeds, scale=scale, softmax=softmax)
-            for result, found in zip(results, curvatures, strict=True):
-                if found is not None:
-                    result[part] = found
-        return [results[0].flatten(1, 2), *results[1:]]
+        split = (key.shape[1], -1)
+        q, (s, g, mask) = query.unflatten(1, split), (t if t is None else t.unflatten(1, split) for t in (s, g, mask))
+        found = [torch.zeros_like(t) for t in (q, key, value)]
+        for some, rows in _parts(q.shape, key.shape[2], piece(query)):
+            # heads of one tensor often lie between each other, and matrix products would copy them again and again
+            q_part, k, v = q[rows].contiguous(), *(t[some].unsqueeze(2).contiguous() for t in (key, value))
+            seeds = (t if t is None else t[rows].contiguous() for t in (s, g))
+            above = rows[-1].start if node._saved_is_causal else None
+            p = _weights(q_part, k, mask if mask is None else mask[rows], scale, above)
+            parts = _steps(q_part, k, v, p, *seeds, scale=scale, softmax=softmax)
+            for total, where, part in zip(found, (rows, some, some), parts, strict=True):
+                if part is not None:
+                    total[where] += part
+        return found[0].flatten(1, 2), *found[1:]
 
     return curvature
 
 
-def _parts(shape: torch.Size, keys: int) -> Iterator[tuple[slice, slice]]:
-    """Examples, or groups of heads of one example, whose attention matrices fit into memory together."""
+def _parts(shape: torch.Size, keys: int, size: int) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+    """Examples, groups of heads, or rows of a group's attention matrices, of ``size`` elements together.
+
+    As an index of keys and values, and one of queries.
+    """
     batch, groups, heads, length, _ = shape
-    each = max(heads * length * keys, 1)
-    examples, some = max(1, _ELEMENTS // (groups * each)), min(groups, max(1, _ELEMENTS // each))
-    for example in range(0, batch, examples):
-        for group in range(0, groups, some):
-            yield slice(example, example + examples), slice(group, group + some)
+    of_row = max(heads * keys, 1)
+    of_group = max(of_row * length, 1)
+    for examples in pieces(batch, size // (of_group * groups)):
+        for some in pieces(groups, size // of_group):
+            for rows in pieces(length, max(_ROWS, size // of_row)):
+                yield (examples, some), (examples, some, slice(None), rows)
 
 
 def _steps(
@@ -85,21 +92,28 @@ def _steps(
     s_p = None if s is None else s @ v.square().mT
     g_p = None if g is None else g @ v.mT
     s_a = softmax(p, s_p, g_p)
-    s_v = None if s is None else (p.square().mT @ s).sum(2)
+    s_v = None if s is None else _over_heads(p.square_().mT @ s)
     if s_a is None:
         return None, None, s_v
-    return scale**2 * (s_a @ k.square()), scale**2 * (s_a.mT @ q.square()).sum(2), s_v
+    k2, q2 = (scale * k).square_(), (scale * q).square_()
+    return s_a @ k2, _over_heads(s_a.mT @ q2), s_v
 
 
-def _weights(q: Tensor, k: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
-    """softmax(c·QKᵀ + mask); a row that is masked altogether has no weights."""
-    logits = scale * (q @ k.mT)
-    if causal:
+def _over_heads(x: Tensor) -> Tensor:
+    """Summed over the query heads that read one key and value."""
+    return x.sum(2) if x.shape[2] != 1 else x.squeeze(2)
+
+
+def _weights(q: Tensor, k: Tensor, mask: Tensor | None, scale: float, above: int | None) -> Tensor:
+    """softmax(c·QKᵀ + mask); a row that is masked altogether has no weights. ``above``: rows before, if causal."""
+    logits = (scale * q) @ k.mT
+    if above is not None:
         ones = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device)
-        logits = logits.masked_fill(~ones.tril(), -math.inf)
-    if mask is not None:
-        logits = logits.masked_fill(~mask, -math.inf) if mask.dtype is torch.bool else logits + mask
-    return logits.softmax(-1).nan_to_num()
+        logits.masked_fill_(~ones.tril(above), -math.inf)
+    if mask is None:
+        return logits.softmax(-1)
+    logits = logits.masked_fill_(~mask, -math.inf) if mask.dtype is torch.bool else logits.add_(mask)
+    return logits.softmax(-1).nan_to_num_()
 
 
 def _mask(node: Any) -> Tensor | None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .families import Elementwise, Pair, of_input, of_ratio, of_result
+from .families import Elementwise, Pair, of_input, of_ratio, of_result, unary
 from .table import register
 
 _HALF_SQRT_PI = math.sqrt(math.pi) / 2
@@ -161,23 +161,23 @@ def _over(numerator: Tensor, x: Tensor, limit: float) -> Tensor:
     return torch.where(x == 0, limit, numerator / x)
 
 
-register(Elementwise(power), "PowBackward0")
-register(Elementwise(exponential), "PowBackward2")
-register(Elementwise(polygamma), "PolygammaBackward0")
-register(Elementwise(multigamma), "MvlgammaBackward0")
-register(Elementwise(erf), "ErfBackward0")
-register(Elementwise(erfc), "ErfcBackward0")
-register(Elementwise(scaled_erfc), "SpecialErfcxBackward0")
-register(Elementwise(inverse_erf), "ErfinvBackward0")
-register(Elementwise(inverse_normal), "SpecialNdtriBackward0")
-register(Elementwise(log_normal), "SpecialLogNdtrBackward0")
-register(Elementwise(logit), "LogitBackward0")
-register(Elementwise(sinc), "SincBackward0")
-register(Elementwise(bessel_i0), "I0Backward0")
-register(Elementwise(bessel_i1), "SpecialI1Backward0")
-register(Elementwise(scaled_bessel_i0), "SpecialI0EBackward0")
-register(Elementwise(scaled_bessel_i1), "SpecialI1EBackward0")
-register(Elementwise(entropy), "SpecialEntrBackward0")
+register(unary(power), "PowBackward0")
+register(unary(exponential), "PowBackward2")
+register(unary(polygamma), "PolygammaBackward0")
+register(unary(multigamma), "MvlgammaBackward0")
+register(unary(erf), "ErfBackward0")
+register(unary(erfc), "ErfcBackward0")
+register(unary(scaled_erfc), "SpecialErfcxBackward0")
+register(unary(inverse_erf), "ErfinvBackward0")
+register(unary(inverse_normal), "SpecialNdtriBackward0")
+register(unary(log_normal), "SpecialLogNdtrBackward0")
+register(unary(logit), "LogitBackward0")
+register(unary(sinc), "SincBackward0")
+register(unary(bessel_i0), "I0Backward0")
+register(unary(bessel_i1), "SpecialI1Backward0")
+register(unary(scaled_bessel_i0), "SpecialI0EBackward0")
+register(unary(scaled_bessel_i1), "SpecialI1EBackward0")
+register(unary(entropy), "SpecialEntrBackward0")
 
 # piecewise linear
 register(

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..workspace import LEAST, passing_room, squared
 from .calculus import added, pull, reduced
+from .pieces import Flattened, is_large, piece, pieces
 
 Curvatures = Sequence[Tensor | None]
 Factor = Tensor | float | None
@@ -104,6 +105,8 @@ class Elementwise(Rule):
     ``ratio(node)`` in their place is for an f with f''/f' = a + b·t, given as (a, b, t): then f'(f's + (f''/f')g) is
     torch's own backward, one more term, and that backward again: three sweeps over memory instead of seven. ``again``
     is that backward as a function of (gradient, t, grad_input=), which then needs no memory of its own.
+    ``by_parts``: ``derivatives`` of one input, for some of its elements at a time: all that they read of the node are
+    numbers and tensors of the input's shape. Large inputs are then worked on in pieces.
     ``linear`` lists groups of inputs in which f is jointly linear: add ((0, 1),), mul ((0,), (1,)), div ((0,),).
     """
 
@@ -111,6 +114,7 @@ class Elementwise(Rule):
     linear: tuple[tuple[int, ...], ...] = ()
     ratio: Callable[[Any], Ratio] | None = None
     again: Callable[..., Tensor] | None = None
+    by_parts: bool = False
     pointwise: bool = True
 
     @property
@@ -123,9 +127,11 @@ class Elementwise(Rule):
             return (None,) * len(wanted)
         if self.ratio is not None:
             return (_by_ratio(node, self.ratio(node), self.again, s0, g0),)
+        if self.by_parts and self.derivatives is not None and _are_even((s0, g0), wanted[0]):
+            return (_by_parts(node, self.derivatives, s0, g0),)
         pairs: Any = (None, None) if self.derivatives is None else self.derivatives(node)
         if not isinstance(pairs[0], tuple):
-            return (_unary(node, pairs, s0, g0),)
+            return (_whole(node, pairs, s0, g0),)
         return [
             None if shape is None else reduced(_curvature(pair, s0, g0), shape)
             for pair, shape in zip(pairs, wanted, strict=True)
@@ -141,25 +147,67 @@ def of_ratio(a: float, b: float, again: Callable[..., Tensor] | None = None) -> 
     return Elementwise(ratio=lambda node: (a, b, node._saved_result if b else None), again=again)
 
 
+def unary(derivatives: Callable[[Any], Pair]) -> Elementwise:
+    """The rule of an f of one variable, whose derivatives at some elements need no others."""
+    return Elementwise(derivatives, by_parts=True)
+
+
 def of_input(second: Callable[[Tensor], Tensor]) -> Elementwise:
     """The rule of an f whose f'' is a formula in x."""
-    return Elementwise(lambda node: (None, second(node._saved_self)))
+    return unary(lambda node: (None, second(node._saved_self)))
 
 
 def of_result(second: Callable[[Tensor], Tensor]) -> Elementwise:
     """The rule of an f whose f'' is a formula in y = f(x)."""
-    return Elementwise(lambda node: (None, second(node._saved_result)))
+    return unary(lambda node: (None, second(node._saved_result)))
 
 
-def _unary(node: Any, pair: Pair, s: Tensor | None, g: Tensor | None) -> Tensor | None:
+def _whole(node: Any, pair: Pair, s: Tensor | None, g: Tensor | None) -> Tensor | None:
     first, second = pair
     if first is not None or s is None:
         return _curvature(pair, s, g)
-    (once,) = pull(node, s)
-    transport = None if once is None else pull(node, once)[0]
+    transport = _pulled_twice(node, s)
     if isinstance(second, Tensor) and transport is not None and g is not None:
         return torch.addcmul(transport, g, second)
     return added(transport, _curvature((None, second), None, g))
+
+
+def _pulled_twice(node: Any, s: Tensor) -> Tensor | None:
+    """f'² s"""
+    (once,) = pull(node, s)
+    return None if once is None else pull(node, once)[0]
+
+
+def _are_even(tensors: Curvatures, shape: torch.Size | None) -> bool:
+    """Whether those that are there are large, of this shape, and lie in memory as they are counted."""
+    there = [tensor for tensor in tensors if tensor is not None]
+    return is_large(there[0]) and all(type(x) is Tensor and x.shape == shape and x.is_contiguous() for x in there)
+
+
+def _by_parts(node: Any, derivatives: Callable[[Any], Any], s: Tensor | None, g: Tensor | None) -> Tensor | None:
+    """As ``_whole``, some elements at a time."""
+    like = s if g is None else g
+    assert like is not None
+    result, transport = torch.empty_like(like), None
+    seen = Flattened(node, like.numel())
+    for part in pieces(like.numel(), piece(like)):
+        seen.part = part
+        first, second = derivatives(seen)
+        if first is None and s is not None and transport is None:
+            transport = _pulled_twice(node, s)
+        s_part, g_part, room = _cut(s, part), _cut(g, part), result.view(-1)[part]
+        if isinstance(first, Tensor) and isinstance(second, Tensor) and s_part is not None and g_part is not None:
+            torch.mul(first, first, out=room).mul_(s_part).addcmul_(g_part, second)
+            continue
+        total = added(_cut(transport, part), _curvature((first, second), s_part, g_part))
+        if total is None:
+            return None
+        room.copy_(total)
+    return result
+
+
+def _cut(x: Tensor | None, part: slice) -> Tensor | None:
+    return None if x is None else x.reshape(-1)[part]
 
 
 def _by_ratio(

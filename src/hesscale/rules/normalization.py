@@ -20,6 +20,7 @@ from torch import Tensor
 
 from .calculus import added
 from .families import Coupled, Curvatures
+from .pieces import by_rows
 from .table import register
 
 
@@ -33,36 +34,34 @@ def standardized(
     share: float,
     centered: bool = True,
 ) -> Tensor | None:
-    """The curvature of x in a = (x − m)/r, given s and g at a; ``inverse`` is 1/r, ``share`` is 1/n."""
+    """The curvature of x in a = (x − m)/r, given s and g at a; ``inverse`` is 1/r, ``share`` is 1/n.
+
+    Transport and residual, multiplied out, are a polynomial in a_i. With σ = 1/n (0 without m), t = g + as and sums
+    over the group, r² times the curvature is
+
+        (1 − 2σ)s  +  σ² Σs − (1 − σ)/n Σag  +  a·(2σ/n Σt  +  a/n² (Σat + 2Σag)  −  2t/n)
+    """
     shift = share if centered else 0.0
-    return added(
-        None if s is None else _transport(a, s, dims, share, shift) * inverse.square(),
-        None if g is None else _residual(a, g, dims, share, shift) * inverse.square(),
-    )
-
-
-def _transport(a: Tensor, s: Tensor, dims: Sequence[int], share: float, shift: float) -> Tensor:
-    """Σ_k (δ_ki − shift − a_k a_i·share)² s_k, multiplied out."""
-
-    def total(t: Tensor) -> Tensor:
-        return _total(t, dims)
-
-    own = s * (1 - 2 * shift - 2 * share * a.square())
-    cross = shift**2 * total(s) if shift else 0.0
-    mixed = 2 * shift * share * a * total(a * s) if shift else 0.0
-    return own + cross + mixed + share**2 * a.square() * total(a.square() * s)
+    along = None if g is None else _total(a * g, dims)
+    t = added(None if s is None else a * s, g)
+    if t is None:
+        return None
+    top = added(_total(a * t, dims), None if along is None else 2 * along)
+    assert top is not None
+    inner = a * (share**2 * top)
+    inner = inner.add_(_total(t, dims), alpha=2 * shift * share) if shift else inner
+    result = inner.sub_(t, alpha=2 * share).mul_(a)
+    if s is not None:
+        result.add_(s, alpha=1 - 2 * shift)
+        if shift:
+            result.add_(_total(s, dims), alpha=shift**2)
+    if along is not None:
+        result.sub_(along, alpha=share * (1 - shift))
+    return result.mul_(inverse.square())
 
 
 def _total(t: Tensor, dims: Sequence[int]) -> Tensor:
     return t.sum(list(dims), keepdim=True) if dims else t  # torch takes no dimensions for all of them
-
-
-def _residual(a: Tensor, g: Tensor, dims: Sequence[int], share: float, shift: float) -> Tensor:
-    """−share (2 a_i Σ_k g_k c_ki + c_ii Σ_k g_k a_k)."""
-    along = _total(g * a, dims)
-    drift = shift * _total(g, dims) if shift else 0.0
-    own = 1 - shift - share * a.square()
-    return -share * (2 * a * (g - drift - share * a * along) + own * along)
 
 
 def _scaled(s: Tensor | None, g: Tensor | None, weight: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
@@ -83,14 +82,32 @@ def _affine(a: Tensor, s: Tensor | None, dims: Sequence[int], shape: torch.Size 
 
 def layer_norm(node: Any, s: Curvatures, g: Curvatures) -> Curvatures:
     """Over the last dimensions; weight and bias per element of them."""
-    x, weight, inverse = node._saved_input, node._saved_weight, node._saved_result2
-    a = (x - node._saved_result1) * inverse
-    inner = len(node._saved_normalized_shape)
-    dims, outer = range(-inner, 0), range(x.dim() - inner)
-    share = 1 / math.prod(node._saved_normalized_shape)
-    curvature = standardized(a, inverse, *_scaled(s[0], g[0], weight), dims, share=share)
-    total = added(curvature, _of_statistics(a, inverse, *_statistics_seeds(s, g), share=share))
-    return total, *_affine(a, s[0], outer, torch.Size(node._saved_normalized_shape))
+    return _over_last(node, s, g, mean=node._saved_result1, inverse=node._saved_result2)
+
+
+def rms_norm(node: Any, s: Tensor | None, g: Tensor | None) -> Curvatures:
+    """Over the last dimensions, by the root of the mean square; it has no bias."""
+    return _over_last(node, (s,), (g,), mean=None, inverse=node._saved_result1)[:2]
+
+
+def _over_last(node: Any, s: Curvatures, g: Curvatures, *, mean: Tensor | None, inverse: Tensor) -> Curvatures:
+    """The curvature of x, weight and bias. A row of the tables is what is normalized together."""
+    x, weight, shape = node._saved_input, node._saved_weight, torch.Size(node._saved_normalized_shape)
+    width, rows = shape.numel(), math.prod(x.shape[: x.dim() - len(shape)])
+    scale = None if weight is None else weight.reshape(width)
+    affine: Curvatures = (None, None)
+
+    def work(x: Tensor, s: Any, g: Any, inverse: Tensor, mean: Any, *seeds: Tensor | None) -> Curvatures:
+        nonlocal affine
+        a = x * inverse if mean is None else (x - mean).mul_(inverse)
+        affine = [*map(added, affine, _affine(a, s, (0,), shape))]
+        curvature = standardized(a, inverse, *_scaled(s, g, scale), (1,), share=1 / width, centered=mean is not None)
+        return (added(curvature, _of_statistics(a, inverse, *seeds, share=1 / width)),)
+
+    wide = (None if t is None else t.reshape(rows, width) for t in (x, s[0], g[0]))
+    narrow = (None if t is None else t.reshape(rows, 1) for t in (inverse, mean, *_statistics_seeds(s, g)))
+    (total,) = by_rows(work, *wide, *narrow)
+    return None if total is None else total.reshape(x.shape), *affine
 
 
 def group_norm(node: Any, s: Curvatures, g: Curvatures) -> Curvatures:
@@ -129,18 +146,24 @@ def _of_statistics(
 
 def batch_norm(node: Any, s: Tensor | None, g: Tensor | None) -> Curvatures:
     """Over the batch and all places, per channel. With running statistics (eval) it is affine."""
-    x, weight = node._saved_input, node._saved_weight
-    dims = [dim for dim in range(x.dim()) if dim != 1]
-    shape = [1, -1, *[1] * (x.dim() - 2)]
-    training = _is_training(node)
-    mean, inverse = (t.reshape(shape) for t in _statistics(node, training))
-    a = (x - mean) * inverse
-    at_a = _scaled(s, g, None if weight is None else weight.reshape(shape))
-    if training:
-        curvature = standardized(a, inverse, *at_a, dims, share=x.shape[1] / x.numel())
-    else:
-        curvature = None if at_a[0] is None else at_a[0] * inverse.square()
-    return curvature, *_affine(a, s, dims, torch.Size([x.shape[1]]))
+    x, training = node._saved_input, _is_training(node)
+    dims, share = range(1, x.dim()), x.shape[1] / max(x.numel(), 1)
+
+    def work(x: Tensor, s: Any, g: Any, mean: Tensor, inverse: Tensor, weight: Tensor | None) -> Curvatures:
+        a = (x - mean).mul_(inverse)
+        at_a = _scaled(s, g, weight)
+        if training:
+            curvature = standardized(a, inverse, *at_a, dims, share=share)
+        else:
+            curvature = None if at_a[0] is None else at_a[0] * inverse.square()
+        return curvature, *_affine(a, s, dims, x.shape[:1])
+
+    of_channels = (*_statistics(node, training), node._saved_weight)
+    tables: list[Any] = [None if t is None else t.transpose(0, 1) for t in (x, s, g)]  # a row is a channel
+    tables += [None if t is None else t.reshape(-1, *[1] * (x.dim() - 1)) for t in of_channels]
+    # with channels last in memory, all rows lie between each other
+    curvature, *affine = by_rows(work, *tables) if x.is_contiguous() else work(*tables)
+    return None if curvature is None else curvature.transpose(0, 1), *affine
 
 
 def _is_training(node: Any) -> bool:
@@ -153,17 +176,6 @@ def _statistics(node: Any, training: bool) -> tuple[Tensor, Tensor]:
         return node._saved_result1, node._saved_result2
     epsilon = node._saved_eps if hasattr(node, "_saved_eps") else node._saved_epsilon
     return node._saved_running_mean, (node._saved_running_var + epsilon).rsqrt()
-
-
-def rms_norm(node: Any, s: Tensor | None, g: Tensor | None) -> Curvatures:
-    """Over the last dimensions, by the root of the mean square."""
-    x, weight, inverse = node._saved_input, node._saved_weight, node._saved_result1
-    a = x * inverse
-    inner = len(node._saved_normalized_shape)
-    dims, outer = range(-inner, 0), range(x.dim() - inner)
-    share = 1 / math.prod(node._saved_normalized_shape)
-    curvature = standardized(a, inverse, *_scaled(s, g, weight), dims, share=share, centered=False)
-    return curvature, _affine(a, s, outer, torch.Size(node._saved_normalized_shape))[0]
 
 
 def weight_norm(node: Any, s: Tensor | None, g: Tensor | None) -> Curvatures:

@@ -2,26 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .calculus import added, through_softmax
-from .families import Coupled, Elementwise, Pair, signed
+from .families import Coupled, Curvatures, Elementwise, Pair, signed
+from .pieces import by_rows
 from .table import register
 
 
 def log_softmax(node: Any, s: Tensor | None, g: Tensor | None) -> Tensor | None:
-    """transport s − 2qs + q² Σs,  residual −(Σg)(q − q²)."""
-    q, dim = node._saved_result.exp(), signed(node._saved_dim)
-    transport = None if s is None else s - 2 * q * s + q * q * s.sum(dim, keepdim=True)
-    residual = None if g is None else (q * q - q) * g.sum(dim, keepdim=True)
-    return added(transport, residual)
+    """transport s − 2qs + q² Σs,  residual (q − 1)q Σg."""
+
+    def work(y: Tensor, s: Tensor | None, g: Tensor | None) -> Curvatures:
+        q = y.exp()
+        residual = None if g is None else (q - 1).mul_(q).mul_(g.sum(-1, keepdim=True))
+        if s is None:
+            return (residual,)
+        transport = torch.addcmul(s, q, s, value=-2).add_(q.square_().mul_(s.sum(-1, keepdim=True)))
+        return (added(transport, residual),)
+
+    return _over(node, work, s, g)
 
 
 def softmax(node: Any, s: Tensor | None, g: Tensor | None) -> Tensor | None:
     """q = softmax(x) over one dimension."""
-    return through_softmax(node._saved_result, s, g, signed(node._saved_dim))
+    return _over(node, lambda q, s, g: (through_softmax(q, s, g),), s, g)
+
+
+def _over(node: Any, work: Callable[..., Curvatures], s: Tensor | None, g: Tensor | None) -> Tensor | None:
+    """``work`` on a node's result, s and g, with the dimension that couples their elements as the last one."""
+    y, dim = node._saved_result, signed(node._saved_dim)
+    if y.dim() > 1 and dim not in (-1, y.dim() - 1):
+        (found,) = work(*(None if t is None else t.movedim(dim, -1) for t in (y, s, g)))
+        return None if found is None else found.movedim(-1, dim)
+    shape = (y.shape[:-1].numel(), y.shape[-1]) if y.dim() else (1, 1)
+    (found,) = by_rows(work, *(None if t is None else t.reshape(shape) for t in (y, s, g)))
+    return None if found is None else found.reshape(y.shape)
 
 
 def elementwise_log_softmax(node: Any) -> Pair:
