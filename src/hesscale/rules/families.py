@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..workspace import LEAST, passing_room, squared
 from .calculus import added, pull, reduced
-from .pieces import Flattened, is_large, piece, pieces
+from .pieces import Flattened, is_large, piece, pieces, room_for
 
 Curvatures = Sequence[Tensor | None]
 Factor = Tensor | float | None
@@ -188,7 +188,7 @@ def _by_parts(node: Any, derivatives: Callable[[Any], Any], s: Tensor | None, g:
     """As ``_whole``, some elements at a time."""
     like = s if g is None else g
     assert like is not None
-    result, transport = torch.empty_like(like), None
+    result, transport = room_for(like), None
     seen = Flattened(node, like.numel())
     for part in pieces(like.numel(), piece(like)):
         seen.part = part
@@ -235,9 +235,13 @@ def _by_ratio(
 
 def _curvature(pair: Pair, s: Tensor | None, g: Tensor | None) -> Tensor | None:
     first, second = pair
-    transport = None if s is None or first is None else s * (first * first)
+    transport = None if s is None or first is None else _times(s, first * first)
     residual = None if g is None or second is None else g * second
     return added(transport, residual)
+
+
+def _times(s: Tensor, square: Tensor | float) -> Tensor:
+    return s if isinstance(square, (int, float)) and square == 1 else s * square  # sums and differences: as it is
 
 
 def _dense(curvature: Tensor | None) -> Tensor | None:

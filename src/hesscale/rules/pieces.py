@@ -8,6 +8,8 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor
 
+from ..workspace import passing_room
+
 _CACHED: Final = 1 << 16  # elements, for each thread: some such tensors fit into the cache a core has for itself
 _HELD: Final = 1 << 22  # elements: other devices are slow to start and quick to sweep, only memory is a concern
 
@@ -28,6 +30,12 @@ def pieces(rows: int, step: int) -> Iterator[slice]:
     return (slice(start, start + step) for start in range(0, rows, step))
 
 
+def room_for(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Memory for a result that is laid out like another tensor, lent where that is possible."""
+    room = passing_room(like) if dtype in (None, like.dtype) else None
+    return torch.empty_like(like, dtype=dtype) if room is None else room
+
+
 def by_rows(work: Callable[..., Sequence[Tensor | None]], *tables: Tensor | None) -> tuple[Tensor | None, ...]:
     """What ``work`` makes of tables with equally many rows, which it gets some rows at a time.
 
@@ -43,7 +51,7 @@ def by_rows(work: Callable[..., Sequence[Tensor | None]], *tables: Tensor | None
         found, *others = work(*(None if t is None else t[part] for t in tables))
         small.append(others)
         if found is not None:
-            table = torch.empty_like(like, dtype=found.dtype) if table is None else table
+            table = room_for(like, found.dtype) if table is None else table
             table[part] = found
     return table, *(None if rows[0] is None else torch.cat(rows) for rows in zip(*small, strict=True))
 
