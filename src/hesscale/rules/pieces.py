@@ -21,7 +21,8 @@ def piece(x: Tensor) -> int:
 
 def is_large(x: Tensor) -> bool:
     """Whether pieces pay."""
-    return x.numel() >= 2 * piece(x)
+    count = x.numel()
+    return count >= 2 * _CACHED and count >= 2 * piece(x)
 
 
 def pieces(rows: int, step: int) -> Iterator[slice]:
