@@ -52,4 +52,12 @@ def test_with_a_framework(name: str) -> None:
 def test_with_several_processes() -> None:
     script = str(EXAMPLES / "several_processes.py")
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    assert_learned(run(*launch, script, "--shard"))
+    try:
+        output = run(*launch, script, "--shard")
+    except AssertionError as error:
+        if "onnection" not in str(
+            error
+        ):  # on a crowded machine gloo loses one now and then, of which hesscale knows nothing
+            raise
+        output = run(*launch, script, "--shard")
+    assert_learned(output)
