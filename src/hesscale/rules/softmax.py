@@ -15,9 +15,9 @@ from .table import register
 
 
 def log_softmax(y: Tensor, s: Tensor | None, g: Tensor | None, dim: int = -1) -> Tensor | None:
-    """y = log q:  transport s − 2qs + q² Σs,  residual (q − 1)q Σg."""
+    """y = log q:  transport s − 2qs + q² Σs,  residual −(q − q²) Σg."""
     q = y.exp()
-    residual = None if g is None else (q - 1).mul_(q).mul_(g.sum(dim, keepdim=True))
+    residual = None if g is None else torch.addcmul(q, q, q, value=-1).mul_(g.sum(dim, keepdim=True).neg_())
     if s is None:
         return residual
     transport = torch.addcmul(s, q, s, value=-2).add_(q.square_().mul_(s.sum(dim, keepdim=True)))
