@@ -13,6 +13,8 @@ from ..workspace import passing_room
 _CACHED: Final = 1 << 16  # elements, for each thread: some such tensors fit into the cache a core has for itself
 _HELD: Final = 1 << 22  # elements: other devices are slow to start and quick to sweep, only memory is a concern
 
+_PLAIN: Final = (Tensor, torch.nn.Parameter)
+
 
 def piece(x: Tensor) -> int:
     """How many elements to work on at a time where x is."""
@@ -20,9 +22,9 @@ def piece(x: Tensor) -> int:
 
 
 def is_large(x: Tensor) -> bool:
-    """Whether pieces pay."""
+    """Whether pieces pay. What is more than a tensor, such as one that is spread over processes, is left whole."""
     count = x.numel()
-    return count >= 2 * _CACHED and count >= 2 * piece(x)
+    return count >= 2 * _CACHED and count >= 2 * piece(x) and type(x) in _PLAIN
 
 
 def pieces(rows: int, step: int) -> Iterator[slice]:
