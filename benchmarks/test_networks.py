@@ -18,7 +18,7 @@ from ratios import ratio
 from hesscale_lab.runs import one_thread
 from hesscale_lab.studies.optimizer_steps import METHODS, UNIT, known_warnings
 
-LIMITS = {"mlp": 3.5, "wide": 3.5, "3c3d": 3.0, "resnet18": 3.5, "transformer": 3.5, "lstm": 12.0}
+LIMITS = {"mlp": 2.5, "wide": 2.0, "3c3d": 2.5, "resnet18": 3.0, "transformer": 3.2, "lstm": 9.0}
 """By network, for every optimizer below."""
 
 _METHODS = {method.name: method for method in METHODS}
