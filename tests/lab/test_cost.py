@@ -125,6 +125,28 @@ def test_a_count_too_low_is_one_line_and_code_2(option: str, tmp_path: Path) -> 
     assert complaint == f"hesscale: {option} must be at least 1, not 0\n"
 
 
+@pytest.mark.usefixtures("tiny")
+def test_one_optimizer_is_measured_beside_the_two_it_is_compared_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plot, "draw", lambda run: [])
+    options = ("--only", "headline", "--optimizer", "AdaHesScale", "--out", tmp_path)
+    assert run(*SMALL, *options)[0] == 0
+    measured = {record["optimizer"] for record in records_in(tmp_path)}
+    assert measured == {optimizer_steps.UNIT, optimizer_steps.HARDEST, "AdaHesScale"}
+    code, _, complaint = run(*SMALL, "--only", "headline", "--out", tmp_path)
+    assert code != 0  # a folder of some optimizers does not become one of all
+    assert "optimizers" in complaint
+
+
+def test_an_unknown_optimizer_is_refused_and_all_are_named(tmp_path: Path) -> None:
+    code, _, complaint = run("--optimizer", "AdaHeScale", "--out", tmp_path / "run")
+    assert code == 2
+    assert complaint.startswith("hesscale: there is no optimizer 'AdaHeScale': choose one of 'SGD', 'Adam', ")
+    assert complaint.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
 def test_an_unknown_part_is_refused() -> None:
     assert run("--only", "everything")[0] == 2
 

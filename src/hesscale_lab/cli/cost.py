@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -15,11 +16,11 @@ from ..plots import cost as plot
 from ..runs import Run, open_run
 from ..studies import cost as study
 from ..studies import step_memory
-from ..studies.optimizer_steps import UNIT, Method, installed, left_out
+from ..studies.optimizer_steps import HARDEST, UNIT, Method, installed, left_out
 from ..studies.rounds import Watch
 from ..tasks import cost_networks
 from ..tasks.cost_networks import Cell
-from .console import clear_errors, not_below, progress_bar, show
+from .console import clear_errors, not_below, progress_bar, show, stop
 
 
 class Part(StrEnum):
@@ -40,6 +41,9 @@ def cost(
     threads: Annotated[int, typer.Option(callback=not_below(1), help="With which torch computes.")] = 1,
     out: Annotated[Path | None, typer.Option(help="Folder of the run [default: runs/cost/full or quick].")] = None,
     only: Annotated[Part | None, typer.Option(help="One part; the rest may follow in the same folder.")] = None,
+    optimizer: Annotated[
+        list[str] | None, typer.Option(help="Only this one, beside Adam and fused Adam; may be given several times.")
+    ] = None,
 ) -> None:
     """Measure time and memory of a step of every optimizer relative to Adam's: the paper's figure 2, and beyond it.
 
@@ -50,13 +54,16 @@ def cost(
     Examples:
       hesscale cost --quick
       hesscale cost --only headline
+      hesscale cost --only headline --optimizer "AdaHesScale fused"
       hesscale cost --threads 2 --out DIR
     """
-    folder = out or Path("runs") / "cost" / ("quick" if quick else "full")
-    methods = installed()
-    missing = left_out()
+    methods = _methods(optimizer or ())
+    name = "-".join(["quick" if quick else "full", *(re.sub(r"\W+", "-", one) for one in optimizer or ())])
+    folder = out or Path("runs") / "cost" / name
+    missing = None if optimizer else left_out()
     with clear_errors(folder), runs.threads(threads):
-        run = open_run(folder, _config(methods, quick, rounds or _ROUNDS["quick" if quick else "full"], threads))
+        count = rounds or _ROUNDS["quick" if quick else "full"]
+        run = open_run(folder, _config(methods, optimizer or (), quick, count, threads))
         if missing:
             typer.echo(f"hesscale: {missing}", err=True)
         _measure(run, methods, _chosen(only, quick))
@@ -66,9 +73,20 @@ def cost(
             typer.echo(f"wrote {path}")
 
 
-def _config(methods: Sequence[Method], quick: bool, rounds: int, threads: int) -> dict[str, Any]:
+def _methods(names: Sequence[str]) -> list[Method]:
+    """Those of these names, and what they are compared with; all that are installed if there are no names."""
+    methods = installed()
+    unknown = [name for name in names if name not in {method.name for method in methods}]
+    if unknown:
+        choice = ", ".join(repr(method.name) for method in methods)
+        stop(f"there is no optimizer {unknown[0]!r}: choose one of {choice}", code=2)
+    return [method for method in methods if not names or method.name in (UNIT, HARDEST, *names)]
+
+
+def _config(methods: Sequence[Method], names: Sequence[str], quick: bool, rounds: int, threads: int) -> dict[str, Any]:
+    options = (" --quick" if quick else "") + "".join(f' --optimizer "{name}"' for name in names)
     return {
-        "command": f"hesscale cost --rounds {rounds} --threads {threads}" + (" --quick" if quick else ""),
+        "command": f"hesscale cost --rounds {rounds} --threads {threads}{options}",
         "optimizers": [method.name for method in methods],
         "quick": quick,
         "rounds": rounds,
