@@ -55,9 +55,8 @@ def test_with_several_processes() -> None:
     try:
         output = run(*launch, script, "--shard")
     except AssertionError as error:
-        if "onnection" not in str(
-            error
-        ):  # on a crowded machine gloo loses one now and then, of which hesscale knows nothing
+        # on a crowded machine gloo loses one now and then, of which hesscale knows nothing
+        if "onnection" not in str(error):
             raise
         output = run(*launch, script, "--shard")
     assert_learned(output)

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from hesscale.rules import RULES, pieces
 
@@ -27,19 +28,18 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class LargeResults(TorchDispatchMode):
-    """Counts new tensors with more than two pieces of elements."""
+class Sizes(TorchDispatchMode):
+    """How many elements each new tensor has."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.count = 0
+        self.made: list[int] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {t.untyped_storage().data_ptr() for t in (*args, *(kwargs or {}).values()) if isinstance(t, Tensor)}
+        given = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         result = func(*args, **(kwargs or {}))
-        for t in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(t, Tensor) and t.numel() > 2 * PIECE and t.untyped_storage().data_ptr() not in given:
-                self.count += 1
+        new = (t for t in tree_leaves(result) if isinstance(t, Tensor) and t.untyped_storage().data_ptr() not in given)
+        self.made += [t.numel() for t in new]
         return result
 
 
@@ -51,10 +51,10 @@ def curvature(name: str) -> tuple[Tensor, int]:
     node: Any = y.grad_fn
     others = (None,) * (len(node._input_metadata) - 1)
     wanted = [y.shape, *(None for _ in node.next_functions[1:])]
-    with torch.no_grad(), LargeResults() as large:
+    with torch.no_grad(), Sizes() as sizes:
         found = RULES[node.name()](node, (s.view(y.shape), *others), (g.view(y.shape), *others), wanted)
     assert isinstance(found[0], Tensor)
-    return found[0], large.count
+    return found[0], sum(size > 2 * PIECE for size in sizes.made)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -76,20 +76,10 @@ def test_attention_matrices_are_never_there_as_a_whole(length: int) -> None:
     node: Any = F.scaled_dot_product_attention(q, k, v).grad_fn
     others = (None,) * (len(node._input_metadata) - 1)
     seed = (torch.randn(1, 2, length, 16), *others)
-    largest = 0
-
-    class Largest(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            nonlocal largest
-            result = func(*args, **(kwargs or {}))
-            if isinstance(result, Tensor):
-                largest = max(largest, result.numel())
-            return result
-
     wanted = [q.shape, k.shape, v.shape, *(None for _ in node.next_functions[3:])]
-    with torch.no_grad(), Largest():
+    with torch.no_grad(), Sizes() as sizes:
         RULES[node.name()](node, seed, seed, wanted)
-    assert largest <= max(128 * length, pieces.piece(q))
+    assert max(sizes.made) <= max(128 * length, pieces.piece(q))
 
 
 def test_channels_last_is_kept() -> None:
