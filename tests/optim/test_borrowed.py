@@ -1,5 +1,6 @@
 """The default step on the CPU, by torch's own fused Adam: equal to the loop, to which it leaves the rest."""
 
+import copy
 import math
 from typing import Any
 
@@ -150,3 +151,61 @@ def test_small_parameters_share_a_call_and_nothing_large_is_allocated(moved: lis
         optimizer.step()
     assert moved == [4]
     assert counting.allocations.total() == 0
+
+
+def looks(optimizer: hesscale.AdaHesScale, params: list[Any], step: int = 0) -> int:
+    """How often the next step looks for zeros in an average."""
+    feed(params, step)
+    with Counting() as counting:
+        optimizer.step()
+    return counting.calls["amin.default"]
+
+
+def test_zeros_are_looked_for_once() -> None:
+    params = made([(3, 4), (7,)])
+    optimizer = hesscale.AdaHesScale(params, lr=0.01, every=2)
+    assert [looks(optimizer, params, step) for step in range(5)] == [2, 0, 0, 0, 0]
+
+
+def test_zeros_are_looked_for_again_where_others_wrote_or_the_model_moved() -> None:
+    params = made([(3, 4), (7,)])
+    optimizer = hesscale.AdaHesScale(params, lr=0.01)
+    assert looks(optimizer, params) == 2
+    average = optimizer.state[params[0]]["exp_curvature"]
+    average[1] = 0.0
+    assert looks(optimizer, params) == 1
+    optimizer.state[params[1]]["exp_curvature"] = optimizer.state[params[1]]["exp_curvature"].clone()
+    assert looks(optimizer, params) == 1
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert looks(optimizer, params) == 2
+    assert looks(optimizer, params) == 0
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_an_average_that_others_set_to_zero_holds_its_entries(dtype: torch.dtype) -> None:
+    params = made([(3, 4), (7,)], dtype)
+    optimizer = hesscale.AdaHesScale(params, lr=0.01)
+    looks(optimizer, params)
+    optimizer.state[params[0]]["exp_curvature"][1] = 0.0
+    before = params[0].detach().clone()
+    feed(params)
+    params[0].curvature[1] = 0.0
+    optimizer.step()
+    assert torch.equal(params[0][1], before[1])
+    assert torch.all(params[0][[0, 2]] != before[[0, 2]])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_an_average_that_fades_away_is_seen_to_reach_zero(dtype: torch.dtype) -> None:
+    results = []
+    for foreach in (None, False):
+        (p,) = made([(4, 5)], dtype)
+        optimizer = hesscale.AdaHesScale([p], lr=1e-3, betas=(0.9, 1e-4), foreach=foreach)
+        for step in range(100):
+            feed([p], step)
+            if step:
+                p.curvature[2:] = 0.0
+            optimizer.step()
+        assert not optimizer.state[p]["exp_curvature"][2:].any()
+        results.append([p.detach()])
+    assert_close(*results, tolerance=TOLERANCES[dtype])

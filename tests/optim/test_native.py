@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import hesscale
 from hesscale.optim import kernel, native
-from hesscale.optim.updates import Slot
+from hesscale.optim.updates import Floor, Slot
 
 from ..test_price import Counting
 from .small import TOLERANCES, assert_close, assert_same, made, moved_by, network, parameters, random, train
@@ -123,6 +123,7 @@ def test_it_takes_no_tensor_that_it_could_misread() -> None:
     def fits(**others: Any) -> bool:
         usual = {name: torch.ones(4, 3) for name in ("p", "g", "h", "m", "v")}
         rest = {"place": ({}, 0), "formula": None, "steps": 1.0, "refreshes": 1, "state": {"step": torch.ones(())}}
+        rest["floor"] = Floor()
         return native._table([Slot(**{**rest, **usual, **others})]) is not None
 
     assert fits()

@@ -27,8 +27,12 @@ _dtype, _is_cpu = attrgetter("dtype"), attrgetter("is_cpu")
 def update_by_borrowed(slots: Sequence[Slot]) -> None:
     """As ``update_by_loop`` of updates.py, for gradients whose squares are finite: −∞ + g² must stay −∞."""
     fitting = slots if slots and _fit(slots) else [slot for slot in slots if _fit([slot])]
+    for slot in fitting:
+        slot.floor.begin(slot.v, 1.0 if slot.h is None else slot.formula.beta2)
     for batch in _batches(fitting):
         _update(batch)
+    for slot in fitting:
+        slot.floor.end(slot.v)
     if len(fitting) < len(slots):
         update_by_loop([slot for slot in slots if not _fit([slot])])
 
@@ -77,18 +81,17 @@ def _update(slots: Sequence[Slot]) -> None:
         torch._foreach_mul_(v, formulas[0].beta2)
         torch._foreach_addcmul_(v, h, h, value=1 - formulas[0].beta2)
     # an entry without curvature must not move, of which torch's kernel knows nothing
-    smallest = [*map(float, map(Tensor.amin, v))]
-    if min(smallest) > 0:
-        _move(slots)
-        return
-    curved = [slot for slot, least in zip(slots, smallest, strict=True) if least > 0]
+    curved: list[Slot] = []
+    flat: list[Slot] = []
+    for slot in slots:
+        (curved if slot.floor.is_above_zero(slot.v) else flat).append(slot)
     if curved:
         _move(curved)
-    update_by_loop([slot._replace(h=None) for slot, least in zip(slots, smallest, strict=True) if not least > 0])
+    update_by_loop([slot._replace(h=None) for slot in flat])
 
 
 def _move(slots: Sequence[Slot]) -> None:
-    _, formulas, p, g, _, m, v, all_steps, all_refreshes, _ = zip(*slots, strict=True)
+    _, formulas, p, g, _, m, v, all_steps, all_refreshes, *_ = zip(*slots, strict=True)
     formula, steps, refreshes = formulas[0], all_steps[0], all_refreshes[0]
     # the kernel has one count for both averages: the difference is made up for by lr, and that by weight_decay
     lr = formula.lr if steps == refreshes else slots[0].step_size * (1 - formula.beta1**refreshes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from .kernel import directions_by_kernel, update_by_kernel
 from .native import Batch
 from .shards import is_sharded, local, total
 from .updates import (
+    Floor,
     Formula,
     Slot,
     directions_by_foreach,
@@ -109,6 +111,7 @@ class CurvatureScaled(Optimizer):
         # what lives between a backward pass and its step, and hooks: nothing that belongs into a checkpoint
         self._curvature_hooks: list[CurvatureHook] = []
         self._loss_scale = LossScale()
+        self._floors: defaultdict[Tensor, Floor] = defaultdict(Floor)
 
     @property
     def curvature_due(self) -> bool:
@@ -198,12 +201,12 @@ class CurvatureScaled(Optimizer):
             # 1 − β₂ᵗ needs more digits than float32 has
             steps = state["step"].double() + 1 if capturable else state["step"].item() + 1
             refreshes = steps if capturable else state["refreshes"] + is_due
-            m, v = state["exp_avg"], state["exp_curvature"]
+            m, v, floor = state["exp_avg"], state["exp_curvature"], self._floors[p]
             if is_sharded(p):
                 p, g, h, m, v = local(p), local(g), local(h), local(m), local(v)
             # parameters that came into play between two refreshes wait for their first curvature
             if is_due or refreshes:
-                found.append(Slot(place, formula, p, g, h, m, v, steps, refreshes, state))
+                found.append(Slot(place, formula, p, g, h, m, v, steps, refreshes, state, floor))
         return found
 
     def _gradients_overflowed(self) -> bool:

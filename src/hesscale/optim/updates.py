@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -40,6 +40,44 @@ class Formula(NamedTuple):
     implementation: str  # a key of IMPLEMENTATIONS in curvature_scaled.py
 
 
+@final
+class Floor:
+    """A bound from below on the entries of one V, so that not every step has to look for zeros in it.
+
+    A refresh lets an entry fall to β₂V, no lower. So what one look at V has found goes a long way, for as long as
+    nobody else writes to V, which its address and version tell.
+    """
+
+    __slots__ = ("_least", "_looks", "_seen")
+
+    def __init__(self) -> None:
+        self._least = 0.0
+        self._looks = True
+        self._seen: tuple[int, int] | None = None
+
+    def begin(self, v: Tensor, factor: float) -> None:
+        """Before V changes: its entries may fall to ``factor`` times what they are."""
+        least = self._least * factor if self._seen is not None and self._seen == _identity(v) else 0.0
+        self._looks = least < torch.finfo(v.dtype).smallest_normal  # below it, rounding could reach zero
+        self._least = math.inf if self._looks else least
+
+    def is_above_zero(self, part: Tensor) -> bool:
+        """Whether all entries of V, or of a part of it, are positive, once they have changed."""
+        if not self._looks:
+            return True
+        least = float(part.amin())
+        self._least = min(self._least, least)
+        return least > 0
+
+    def end(self, v: Tensor) -> None:
+        """When V has changed, and all of its parts were asked about."""
+        self._seen = _identity(v)
+
+
+def _identity(v: Tensor) -> tuple[int, int] | None:
+    return None if v.is_inference() else (v.data_ptr(), v._version)
+
+
 class Slot(NamedTuple):
     """One parameter in one step. ``h`` is None where the average of curvature is not refreshed in this step."""
 
@@ -53,6 +91,7 @@ class Slot(NamedTuple):
     steps: Number  # this one included, as are the refreshes
     refreshes: Number
     state: dict[str, Any]  # what the optimizer keeps of this parameter
+    floor: Floor  # of v
 
     @property
     def parameter(self) -> Tensor:
