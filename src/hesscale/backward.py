@@ -37,6 +37,7 @@ def backward(
     retain_graph: bool = False,
     missing: Missing = "raise",
     generator: torch.Generator | None = None,
+    factored: bool = False,
 ) -> None:
     """Fills ``p.grad`` exactly as ``loss.backward()`` does, and ``p.curvature`` with the diagonal of the Hessian.
 
@@ -45,10 +46,12 @@ def backward(
     ``output`` (for ``hesscale_gn`` only) is the network's output, where the loss begins; without it the loss reaches
     back to the first non-linear operation. ``missing`` says what becomes of operations without a rule: "raise" an
     error, "exact" (their own curvature by autograd, element by element: for small ones) or "sample" (one unbiased
-    random probe, drawn from ``generator``).
+    random probe, drawn from ``generator``). ``factored``: large weights that saw a batch of one get their curvature as
+    the column and the row that it is the product of, an ``Outer``, which is written out when it is used.
     """
     _check_start(loss, gradient)
-    walk = _arm(loss, curvature, method, output, missing=missing, generator=generator)
+    factored = factored and curvature is None  # the seed may be a factor, and is not ours
+    walk = _arm(loss, curvature, method, output, missing=missing, generator=generator, factored=factored)
     try:
         loss.backward(gradient, retain_graph=retain_graph)
     except BaseException:
@@ -148,6 +151,7 @@ def _arm(
     missing: Missing,
     generator: torch.Generator | None,
     starts_later: bool = False,
+    factored: bool = False,
 ) -> Walk:
     way = method_named(method)
     fallback = fallback_named(missing, generator)
@@ -157,4 +161,4 @@ def _arm(
         raise ValueError("output must be a tensor (or several) of the loss's graph")
     seeded = curvature is not None
     plan, graph = make_plan(y, way, outputs=outputs, seeded=seeded, targets=targets, fallback=fallback)
-    return Walk(plan, graph, curvature, starts_later=starts_later)
+    return Walk(plan, graph, curvature, starts_later=starts_later, factored=factored)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from . import graph as graphs
 from .graph import Edge, Graph, Link
+from .outer import Outer
 from .plan import Method, Plan, Stop, make_plan
 from .regions import Region, region_curvatures
 from .rules.calculus import Widened, widened
@@ -34,11 +35,14 @@ class Walk:
     nobody runs can still be collected.
     """
 
-    def __init__(self, plan: Plan, graph: Graph, seed: Tensor | None, *, starts_later: bool = False) -> None:
+    def __init__(
+        self, plan: Plan, graph: Graph, seed: Tensor | None, *, starts_later: bool = False, factored: bool = False
+    ) -> None:
         self._plan = plan
         self._graph = graph
         self._seed = seed
         self._starts_later = starts_later
+        self._factored = factored
         self._readable = self._prepare_saved()
         self._ahead = frozenset[int]()  # places that are visited before torch comes to them
         self._pending: dict[Link, Tensor] = {}
@@ -106,7 +110,7 @@ class Walk:
         if plan.owner is not None:
             self._workspace = workspace_of(graphs.leaf_of(nodes[plan.owner]))
         if self._workspace is not None:
-            self._workspace.begin_pass()
+            self._workspace.begin_pass(factored=self._factored)
         if self._seed is not None:
             self._pending[plan.start] = self._seed
         walk = weakref.ref(self)
@@ -298,8 +302,10 @@ def _are_owned(leaves: Sequence[Leaf], taken: set[int]) -> bool:
     """Whether ``_owned`` would return each s as it is, and none is to be added to another: nearly always so."""
     variables: tuple[Any, ...]
     variables, found, grads, _ = zip(*leaves, strict=True)
-    if not {None}.issuperset(grads) or not {Tensor}.issuperset(map(type, found)):
+    if not {None}.issuperset(grads) or not _OWNABLE.issuperset(map(type, found)):
         return False
+    if Outer in map(type, found):
+        return _are_factored_or_owned(leaves, taken)
     storages = [*map(Tensor.untyped_storage, found)]
     memories = {*map(_memory, storages)}
     return (
@@ -312,6 +318,18 @@ def _are_owned(leaves: Sequence[Leaf], taken: set[int]) -> bool:
     )
 
 
+def _are_factored_or_owned(leaves: Sequence[Leaf], taken: set[int]) -> bool:
+    """The same where some are not written out: each must be the only one of its kind, and as its leaf would have it."""
+    rest = [leaf for leaf in leaves if type(leaf[1]) is Tensor]
+    factored = [(variable, s) for variable, s, _, _ in leaves if isinstance(s, Outer)]
+    return (
+        len({id(s) for _, s in factored}) == len(factored)
+        and all(s.factors is not None and s.stride() == variable.stride() for variable, s in factored)
+        and (not rest or _are_owned(rest, taken))
+    )
+
+
+_OWNABLE: Final = {Tensor, Outer}
 _memory, _nbytes = torch.UntypedStorage.data_ptr, torch.UntypedStorage.nbytes
 _requires_grad, _size = attrgetter("requires_grad"), attrgetter("nbytes")
 
@@ -320,6 +338,7 @@ def _owned(s: Tensor | None, like: Tensor, taken: set[int]) -> Tensor:
     """``s`` laid out like ``like`` in memory of its own, which is added to ``taken``; zeros if there is no ``s``."""
     if s is None or s._is_zerotensor():  # torch's zeros without memory
         return torch.zeros_like(like, requires_grad=False)
+    s = s.whole() if isinstance(s, Outer) else s
     storage = s.untyped_storage()
     memory = storage.data_ptr()
     if storage.nbytes() == s.nbytes and memory not in taken and s.stride() == like.stride():

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from .outer import Outer
+
 LEAST: Final = 1 << 18
 """Bytes from which memory is lent; less comes from torch without page faults."""
 
@@ -83,9 +85,11 @@ class Workspace:
     def __init__(self) -> None:
         self._shelves: dict[Layout, _Shelf] = {}
         self._pass = 0
+        self.factored = False
 
-    def begin_pass(self) -> None:
-        """Counts passes, and drops buffers that the last few did not need."""
+    def begin_pass(self, *, factored: bool = False) -> None:
+        """Counts passes, and drops buffers that the last few did not need. ``factored``: see ``last_product``."""
+        self.factored = factored
         self._pass += 1
         for layout, shelf in list(self._shelves.items()):
             shelf.last = 0
@@ -177,6 +181,16 @@ def _is_dense(x: Tensor) -> bool:
         or (x.dim() == 2 and x.stride() == (1, x.shape[0]))
         or (x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last))
     )
+
+
+def last_product(a: Tensor, b: Tensor) -> Tensor:
+    """ab for two matrices, where no rule is likely to compute with it: of rank one it may stay a column and a row."""
+    workspace = _LOCAL.current
+    if workspace is None or not workspace.factored or a.shape[1] != 1 or a.shape[0] * b.nbytes < LEAST:
+        return product(a, b)
+    if torch.is_grad_enabled() or not _is_plain(a) or not _is_plain(b) or a.dtype != b.dtype:
+        return product(a, b)
+    return Outer(a.reshape(-1).contiguous(), b.reshape(-1).contiguous())
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:

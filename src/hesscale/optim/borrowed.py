@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from operator import attrgetter
 
 import torch
 from torch import Tensor
 
+from ..outer import Outer
 from .updates import Slot, update_by_loop
 
 PIECE = 1 << 18
@@ -21,6 +23,7 @@ PIECE = 1 << 18
 
 _DTYPES = ({torch.float32}, {torch.float64})
 _PLAIN, _NUMBERS = {Tensor, torch.nn.Parameter}, {int, float}
+_SIMILAR = 1e-6
 _dtype, _is_cpu = attrgetter("dtype"), attrgetter("is_cpu")
 
 
@@ -29,7 +32,9 @@ def update_by_borrowed(slots: Sequence[Slot]) -> None:
     fitting = slots if slots and _fit(slots) else [slot for slot in slots if _fit([slot])]
     for slot in fitting:
         slot.floor.begin(slot.v, 1.0 if slot.h is None else slot.formula.beta2)
-    for batch in _batches(fitting):
+    whole = [slot for slot in fitting if _factors(slot.h) is None]
+    refreshed = (_refresh(slot) for slot in fitting if _factors(slot.h) is not None)  # one at a time, as they are moved
+    for batch in chain(_batches(refreshed), _batches(whole)):
         _update(batch)
     for slot in fitting:
         slot.floor.end(slot.v)
@@ -40,7 +45,7 @@ def update_by_borrowed(slots: Sequence[Slot]) -> None:
 def _fit(slots: Sequence[Slot]) -> bool:
     """Whether torch's kernel can take them; looked at by columns, since few of them is what most networks have."""
     _, formulas, p, g, h, m, v, steps, *_ = zip(*slots, strict=True)
-    tensors = [*p, *g, *m, *v, *[tensor for tensor in h if tensor is not None]]
+    tensors = [*p, *g, *m, *v, *chain.from_iterable(_factors(x) or (x,) for x in h if x is not None)]
     return (
         all(f.scale == "rms" and f.beta2 > 0 and not f.eps_inside_root for f in {*formulas})  # 0·∞ is not a number
         and _NUMBERS.issuperset(map(type, steps))
@@ -52,18 +57,44 @@ def _fit(slots: Sequence[Slot]) -> bool:
     )
 
 
-def _batches(slots: Sequence[Slot]) -> Iterator[list[Slot]]:
+def _factors(h: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    return h.factors if isinstance(h, Outer) else None
+
+
+def _refresh(slot: Slot) -> Slot:
+    """V ← β₂V + (1 − β₂)(c ⊗ r)², in one sweep and without c ⊗ r; the slot that is left has had its curvature."""
+    factors = _factors(slot.h)
+    assert factors is not None
+    beta2 = slot.formula.beta2
+    column, row = (factor.square() for factor in _balanced(*factors))
+    slot.v.addr_(column, row, beta=beta2, alpha=1 - beta2)
+    return slot._replace(h=None)
+
+
+def _balanced(column: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
+    """The same product with factors of similar size: then no square of theirs leaves the range of numbers before V."""
+    a, b = (float(torch.dot(factor, factor)) for factor in (column, row))
+    if _SIMILAR < a / b < 1 / _SIMILAR:
+        return column, row
+    ratio = (b / a) ** 0.25
+    return column * ratio, row / ratio
+
+
+def _batches(slots: Iterable[Slot]) -> Iterator[list[Slot]]:
     """Pieces of one kind that follow each other, until there are ``PIECE`` entries or more."""
     batch: list[Slot] = []
     size, kind = 0, None
     for slot in slots:
         this = (slot.formula, slot.p.dtype, slot.steps, slot.refreshes, slot.h is None)
         for piece in (slot,) if slot.p.numel() <= PIECE else _pieces(slot):
-            if batch and (size >= PIECE or this != kind):
+            if batch and this != kind:
                 yield batch
                 batch, size = [], 0
             batch.append(piece)
             size, kind = size + piece.p.numel(), this
+            if size >= PIECE:
+                yield batch
+                batch, size = [], 0
     if batch:
         yield batch
 

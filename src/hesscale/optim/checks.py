@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..outer import Outer
 from .updates import SCALES, Place, Slot
 
 _NO_CURVATURE = (
@@ -98,7 +99,7 @@ def fresh_curvature(p: Tensor, g: Tensor, place: Place) -> Tensor:
         raise RuntimeError(
             f"the curvature of {name_of(*place)} has shape {tuple(curvature.shape)}, the parameter {tuple(p.shape)}"
         )
-    return curvature
+    return curvature.whole() if isinstance(curvature, Outer) and curvature.factors is None else curvature
 
 
 def suspicious(slots: Sequence[Slot]) -> list[Slot]:
@@ -130,6 +131,9 @@ def non_finite(suspects: Sequence[Slot]) -> list[str]:
 
 def _square(x: Tensor) -> Tensor:
     """xᵀx"""
+    if isinstance(x, Outer) and x.factors is not None:
+        column, row = x.factors
+        return _square(column) * _square(row)
     if x.dtype in _WIDE and x.is_contiguous():
         x = x.view(-1)
         return torch.dot(x, x)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
+from ..outer import Outer
 from . import checks, native
 from .amp import LossScale, divide
 from .borrowed import update_by_borrowed
@@ -135,6 +136,11 @@ class CurvatureScaled(Optimizer):
         else:
             loss.backward(retain_graph=retain_graph)
 
+    @property
+    def _takes_factors(self) -> bool:
+        """Whether curvature of rank one need not be written out: nobody but ``step`` is known to look at it."""
+        return not self._curvature_hooks
+
     def _trainable(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"] if p.requires_grad]
 
@@ -177,8 +183,11 @@ class CurvatureScaled(Optimizer):
             for hook in self._curvature_hooks:
                 hook(self)
         slots = [slot for group in self.param_groups for slot in self._slots(group)]
-        self._unscale(slots)
+        if hasattr(self, "found_inf"):
+            slots = [*map(_written_out, slots)]
+            self._unscale(slots)
         batches, rest = native.gathered(slots)
+        rest = [slot if slot.formula.implementation == "borrowed" else _written_out(slot) for slot in rest]
         suspects = _suspects(batches, rest)
         if self._is_usable([slot for slot in slots if id(slot) in suspects] if suspects else []):
             self._update(batches, [_by_loop(s) if id(s) in suspects else s for s in rest] if suspects else rest)
@@ -215,8 +224,7 @@ class CurvatureScaled(Optimizer):
         return found_inf is not None and bool(found_inf)
 
     def _unscale(self, slots: Sequence[Slot]) -> None:
-        if not hasattr(self, "found_inf"):
-            return
+        """What a GradScaler leaves to the step."""
         curvatures = [slot.h for slot in slots if slot.h is not None]
         scale = getattr(self, "grad_scale", None)
         if scale is not None:
@@ -275,6 +283,11 @@ def _suspects(batches: Sequence[Batch], rest: Sequence[Slot]) -> set[int]:
     for batch in batches:
         found += native.suspicious(batch)
     return {*map(id, found)}
+
+
+def _written_out(slot: Slot) -> Slot:
+    """The slot with its curvature as a tensor like any other."""
+    return slot._replace(h=slot.h.whole()) if isinstance(slot.h, Outer) else slot
 
 
 def _by_loop(slot: Slot) -> Slot:

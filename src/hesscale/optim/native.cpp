@@ -3,6 +3,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <limits>
 #include <omp.h>
 
@@ -21,10 +22,15 @@ struct Table {
     return reinterpret_cast<T*>(columns[column * count + i]);
   }
   int64_t size(int64_t i) const { return columns[i]; }
+  int64_t width(int64_t i) const;
   int64_t blocks(int64_t i) const { return (size(i) + BLOCK - 1) / BLOCK; }
 };
 
-enum Column { SIZE, P, G, H, M, V, U, STEP };  // H is null where V is not refreshed, U where p itself moves
+// H is null where V is not refreshed, U where p itself moves. ROW is null where h is written out; elsewhere h is the outer
+// product of the column at H and of the row, which has WIDTH entries.
+enum Column { SIZE, P, G, H, M, V, U, STEP, ROW, WIDTH };
+
+int64_t Table::width(int64_t i) const { return columns[WIDTH * count + i]; }
 
 struct Numbers {
   double decay, sign, weight1, beta2, weight2, step_size, eps;
@@ -62,17 +68,36 @@ void for_each_block(const Table& table, int64_t threads, Work work) {
   }
 }
 
+// Entries begin to end of h, which are written to room if they are not there yet.
+template <typename T>
+const T* curvature(const Table& table, int64_t i, int64_t begin, int64_t end, T* __restrict room) {
+  const T* __restrict row = table.at<T>(ROW, i);
+  if (!row) return table.at<T>(H, i) + begin;
+  const T* __restrict column = table.at<T>(H, i);
+  const int64_t width = table.width(i);
+  for (int64_t j = begin; j < end;) {
+    const int64_t first = j % width, rest = width - first, count = rest < end - j ? rest : end - j;
+    const T entry = column[j / width];
+    T* __restrict to = room + (j - begin);
+#pragma omp simd
+    for (int64_t k = 0; k < count; k++) to[k] = entry * row[first + k];
+    j += count;
+  }
+  return room;
+}
+
 template <typename T, int SCALE, bool REFRESH, bool MOVING>
 void update_block(const Table& table, int64_t i, const Numbers& numbers, int64_t begin, int64_t end) {
   const T decay = numbers.decay, sign = numbers.sign, weight1 = numbers.weight1, beta2 = numbers.beta2,
           weight2 = numbers.weight2, step_size = numbers.step_size, eps = numbers.eps;
-  T* __restrict p = table.at<T>(MOVING ? P : U, i);
-  const T* __restrict g = table.at<T>(G, i);
-  const T* __restrict h = table.at<T>(H, i);
-  T* __restrict m = table.at<T>(M, i);
-  T* __restrict v = table.at<T>(V, i);
+  T room[BLOCK];
+  T* __restrict p = table.at<T>(MOVING ? P : U, i) + begin;
+  const T* __restrict g = table.at<T>(G, i) + begin;
+  const T* __restrict h = REFRESH ? curvature(table, i, begin, end, room) : nullptr;
+  T* __restrict m = table.at<T>(M, i) + begin;
+  T* __restrict v = table.at<T>(V, i) + begin;
 #pragma omp simd
-  for (int64_t j = begin; j < end; j++) {
+  for (int64_t j = 0; j < end - begin; j++) {
     const T mean = m[j] + (sign * g[j] - m[j]) * weight1;
     m[j] = mean;
     T average = v[j];
@@ -142,7 +167,8 @@ Bits magnitude(const Bits* x, int64_t j, int64_t part) {
 template <typename Bits>
 Tops<Bits> largest(const Table& table, int64_t i, int64_t begin, int64_t end) {
   const Bits* __restrict g = table.at<Bits>(G, i) + begin;
-  const Bits* __restrict h = table.at<Bits>(table.at<Bits>(H, i) ? H : G, i) + begin;
+  const bool is_there = table.at<Bits>(H, i) && !table.at<Bits>(ROW, i);
+  const Bits* __restrict h = table.at<Bits>(is_there ? H : G, i) + begin;
   const int64_t size = end - begin, part = size / 4;
   Bits top_g = 0, top_h = 0;
 #pragma omp simd reduction(max : top_g, top_h)
@@ -157,10 +183,33 @@ Tops<Bits> largest(const Table& table, int64_t i, int64_t begin, int64_t end) {
   return {top_g, top_h};
 }
 
+// The size of a vector, as above.
 template <typename Bits>
+Bits top(const Bits* __restrict x, int64_t size) {
+  Bits found = 0;
+#pragma omp simd reduction(max : found)
+  for (int64_t j = 0; j < size; j++) found = larger(found, magnitude(x, j, 0));
+  return found;
+}
+
+// A bound on the entries of an outer product, as above: the size of the column times that of the row.
+template <typename T, typename Bits>
+Bits top_of_outer(const Table& table, int64_t i) {
+  const Bits factors[] = {top(table.at<Bits>(H, i), table.size(i) / table.width(i)),
+                          top(table.at<Bits>(ROW, i), table.width(i))};
+  T numbers[2];
+  std::memcpy(numbers, factors, sizeof numbers);
+  const T product = numbers[0] * numbers[1];
+  Bits found;
+  std::memcpy(&found, &product, sizeof found);
+  return magnitude(&found, 0, 0);
+}
+
+template <typename T, typename Bits>
 void look(Bits infinity, const Table& table, int32_t* seen, int64_t threads) {
   for_each_block(table, threads, [=](int64_t i, int64_t begin, int64_t end) {
-    const Tops<Bits> tops = largest<Bits>(table, i, begin, end);
+    Tops<Bits> tops = largest<Bits>(table, i, begin, end);
+    if (table.at<Bits>(ROW, i)) tops.h = begin == 0 ? top_of_outer<T, Bits>(table, i) : 0;
     const bool finite = tops.g < infinity && tops.h < infinity;
     const int32_t found = (finite ? 0 : NOT_FINITE) | (tops.h > 0 ? NOT_ZERO : 0);
 #pragma omp atomic
@@ -174,9 +223,9 @@ extern "C" void hesscale_look(int64_t is_double, int64_t count, const int64_t* c
                               int64_t threads) {
   const Table table{count, columns};
   if (is_double) {
-    look<int64_t>(int64_t{0x7ff} << 52, table, seen, threads);
+    look<double, int64_t>(int64_t{0x7ff} << 52, table, seen, threads);
   } else {
-    look<int32_t>(int32_t{0xff} << 23, table, seen, threads);
+    look<float, int32_t>(int32_t{0xff} << 23, table, seen, threads);
   }
 }
 

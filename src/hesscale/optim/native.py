@@ -18,11 +18,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..outer import Outer
 from .updates import Slot, coefficients
 
 _DTYPES = (torch.float32, torch.float64)
 _PLAIN = {Tensor, torch.nn.Parameter}
 _SCALES = {("rms", False): 0, ("rms", True): 1, ("mean_abs", False): 2, ("mean", False): 3}
+_H, _ROW, _WIDTH = 3, 8, 9  # columns of the table
 _NOT_ZERO = 2  # what native.cpp sees where all is well
 _FLAGS = () if sys.platform == "win32" else ("-ftree-loop-vectorize", "-fno-math-errno")
 """To take back two of torch's own: its generated code vectorizes by hand, this does not."""
@@ -133,6 +135,11 @@ def _table(slots: Sequence[Slot]) -> array[int] | None:
     Built by columns, since a step that is short meets its own code cold: few different things, each done in a row.
     """
     _, _, p, g, h, m, v, *_ = zip(*slots, strict=True)
+    factors = {i: entry.factors for i, entry in enumerate(h) if isinstance(entry, Outer) and entry.factors}
+    if factors:
+        if not all(_fit(*pair, p[i]) for i, pair in factors.items()):
+            return None
+        h = tuple(g[i] if i in factors else entry for i, entry in enumerate(h))  # all that is said of h below holds
     columns = (p, g, m, v) if h[0] is None else (p, g, h, m, v)
     tensors = [*chain.from_iterable(columns)]
     counts = [slot.state["step"] for slot in slots]
@@ -152,7 +159,17 @@ def _table(slots: Sequence[Slot]) -> array[int] | None:
     table.extend(addresses[-2 * count :])
     table.extend(nothing)  # u
     table.extend(map(Tensor.data_ptr, counts))
+    table.extend(2 * nothing)  # row, width
+    for i, (column, row) in factors.items():
+        for place, value in ((_H, column.data_ptr()), (_ROW, row.data_ptr()), (_WIDTH, row.numel())):
+            table[place * count + i] = value
     return table
+
+
+def _fit(column: Tensor, row: Tensor, p: Tensor) -> bool:
+    """Whether they are plain vectors, and their product has its entries in the order in which those of p lie."""
+    is_ordered = all(map(Tensor.is_contiguous, (column, row, p))) and (column.numel(), row.numel()) == p.shape
+    return is_ordered and _are_plain((column, row), p.dtype)
 
 
 def _are_plain(tensors: Sequence[Tensor], dtype: torch.dtype) -> bool:

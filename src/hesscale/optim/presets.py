@@ -32,7 +32,9 @@ class AdaHesScale(CurvatureScaled):
         """
 
         def curvature_pass() -> None:
-            curvature_backward(loss, retain_graph=retain_graph, missing=missing, generator=generator)
+            curvature_backward(
+                loss, retain_graph=retain_graph, missing=missing, generator=generator, factored=self._takes_factors
+            )
 
         self._backward(loss, retain_graph, curvature_pass)
 
@@ -60,6 +62,7 @@ class AdaHesScaleGN(CurvatureScaled):
                 retain_graph=retain_graph,
                 missing=missing,
                 generator=generator,
+                factored=self._takes_factors,
             )
 
         self._backward(loss, retain_graph, curvature_pass)
@@ -80,7 +83,14 @@ class AdaBL89(CurvatureScaled):
         """As ``AdaHesScale.backward``."""
 
         def curvature_pass() -> None:
-            curvature_backward(loss, method="bl89", retain_graph=retain_graph, missing=missing, generator=generator)
+            curvature_backward(
+                loss,
+                method="bl89",
+                retain_graph=retain_graph,
+                missing=missing,
+                generator=generator,
+                factored=self._takes_factors,
+            )
 
         self._backward(loss, retain_graph, curvature_pass)
 

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..workspace import product
+from ..outer import transposed
+from ..workspace import last_product, product
 from .calculus import added
 from .families import Bilinear, Coupled, Curvatures
 from .table import register
@@ -25,7 +26,7 @@ def mm(node: Any, s: Tensor, wanted: Shapes, a2: Square, b2: Square) -> Curvatur
     if wanted[1] is not None and a2 is not None:
         strides = node._saved_mat2_sym_strides
         is_transposed = len(strides) == 2 and strides[0] == 1 != strides[1]  # no strides: B needs no gradient
-        right = product(s.mT, a2).mT if is_transposed else product(a2.mT, s)
+        right = transposed(last_product(s.mT, a2)) if is_transposed else last_product(a2.mT, s)
     return left, right
 
 

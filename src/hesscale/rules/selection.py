@@ -1,7 +1,6 @@
 """Operations whose Jacobian holds only zeros and ones: their own backward transports curvature. A list of names."""
 
-from torch import Tensor
-
+from ..outer import transposed
 from .families import Selection
 from .table import register
 
@@ -55,7 +54,7 @@ register(
     "UnsqueezeBackward0_copy",
     "ViewBackward0_copy",
 )
-register(Selection(by=Tensor.t), "TBackward0")  # every linear layer has one
+register(Selection(by=transposed), "TBackward0")  # every linear layer has one
 # the same element at the same place
 register(Selection(pointwise=True), "AliasBackward0", "AliasBackward0_copy", "CloneBackward0")
 # picking elements by index
