@@ -237,7 +237,11 @@ def _not_in_memory(saved: Saved, data: Sequence[Any]) -> Saved:
         return saved
     if 0 in map(_nbytes, map(Tensor.untyped_storage, filter(_is_there, data))):
         return saved
-    return [pair for pair, one in zip(saved, data, strict=True) if one is None]
+    if all(map(_is_there, data)):
+        return ()
+    # a node is freed as a whole: where it has one tensor, another that is missing was never there
+    alive = {place for (place, _), one in zip(saved, data, strict=True) if one is not None}
+    return [pair for pair, one in zip(saved, data, strict=True) if one is None and pair[0] not in alive]
 
 
 def _prepare(node: Any, name: str) -> bool:

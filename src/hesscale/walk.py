@@ -91,12 +91,14 @@ class Walk:
         self._unhook()
         self._forget()
         plan, nodes = self._plan, self._graph.nodes
-        written = {graphs.running_backward_accumulates(nodes[place]) for place in plan.leaves}
-        if written == {False}:  # torch.autograd.grad on an attached loss: there is nothing to write
-            return
+        all_there = self._readable
+        if self._starts_later:  # by whatever backward the user calls
+            written = {graphs.running_backward_accumulates(nodes[place]) for place in plan.leaves}
+            if written == {False}:  # torch.autograd.grad on an attached loss: there is nothing to write
+                return
+            all_there = self._prepare_saved() and False not in written
         # not where torch leaves parts of the graph alone, or what rules read comes back only when torch gets there
-        all_there = self._prepare_saved() if self._starts_later else self._readable
-        self._ahead = plan.ahead if False not in written and all_there else frozenset[int]()
+        self._ahead = plan.ahead if all_there else frozenset[int]()
         other = _RUNNING.get(graphs.running_backward())
         if other is not None:
             other.abort()
@@ -213,9 +215,15 @@ class Walk:
         grad = variable.grad
         self._leaves.append((variable, s, grad, None if grad is None else grad.detach().clone()))
 
-    @torch.no_grad()
     def _finish(self) -> None:
         """Writes ``p.curvature`` wherever torch has written ``p.grad``."""
+        with torch.no_grad():
+            self._write()
+        self._unhook()
+        if not self._plan.targets:
+            self._forget()
+
+    def _write(self) -> None:
         taken = self._storages_of_others()
         simple = bool(self._leaves) and _are_owned(self._leaves, taken)
         for variable, s, grad, _ in self._leaves:
@@ -224,9 +232,6 @@ class Walk:
                 variable.curvature = s if simple else _owned(s, variable, taken)  # type: ignore[attr-defined]
             elif s is not None:
                 variable.curvature = old.to(s).add_(s)  # type: ignore[attr-defined]  # the model may have moved
-        self._unhook()
-        if not self._plan.targets:
-            self._forget()
 
     def _storages_of_others(self) -> set[int]:
         return set() if self._seed is None else {self._seed.untyped_storage().data_ptr()}

@@ -37,11 +37,11 @@ _PLAIN: Final = (Tensor, nn.Parameter)
 class _Buffer:
     """A tensor that nobody but its workspace sees, and aliases of which are lent."""
 
-    __slots__ = ("__weakref__", "_address", "_storage", "_whole", "alone", "last_pass")
+    __slots__ = ("__weakref__", "_address", "_storage", "alone", "last_pass", "whole")
 
     def __init__(self, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> None:
-        self._whole = torch.empty_strided(size, stride, dtype=dtype)
-        self._storage = self._whole.untyped_storage()
+        self.whole = torch.empty_strided(size, stride, dtype=dtype)
+        self._storage = self.whole.untyped_storage()
         self._address = self._storage._cdata
         self.alone = self.users()
         self.last_pass = 0
@@ -50,9 +50,6 @@ class _Buffer:
         """Who has a hold: tensors, the storage's one Python object, other processes (then the memory has moved)."""
         storage = self._storage
         return _use_count(self._address), getrefcount(storage), storage.data_ptr()
-
-    def lend(self) -> Tensor:
-        return self._whole.detach()
 
 
 @final
@@ -106,7 +103,7 @@ class Workspace:
             shelf = self._shelves[layout] = _Shelf()
         buffer = shelf.take(size, stride, dtype)
         buffer.last_pass = self._pass
-        return buffer.lend()
+        return buffer.whole.detach()
 
 
 @final
@@ -149,12 +146,11 @@ def lend_from(workspace: Workspace | None) -> Workspace | None:
     return before
 
 
-def _empty(size: tuple[int, ...], stride: tuple[int, ...], like: Tensor) -> Tensor | None:
-    """Memory for a result of this layout, of the dtype of ``like``; None where torch should allocate it itself."""
-    workspace = _LOCAL.current
-    if workspace is None or torch.is_grad_enabled() or not _is_plain(like):
+def _lender(like: Tensor, nbytes: int) -> Workspace | None:
+    """The workspace for a result of so many bytes, made from ``like``; None where torch should allocate it itself."""
+    if nbytes < LEAST or torch.is_grad_enabled() or not _is_plain(like):
         return None
-    return workspace.empty(size, stride, like.dtype)
+    return _LOCAL.current
 
 
 def passing_room(x: Tensor) -> Tensor | None:
@@ -171,31 +167,31 @@ def squared(x: Tensor) -> Tensor:
 
 
 def _room_like(x: Tensor) -> Tensor | None:
-    return _empty(x.shape, x.stride(), x) if x.nbytes >= LEAST and _is_dense(x) else None
+    lender = _lender(x, x.nbytes)
+    if lender is None or not (x.is_contiguous() or _is_dense(x)):
+        return None
+    return lender.empty(x.shape, x.stride(), x.dtype)
 
 
 def _is_dense(x: Tensor) -> bool:
-    """Whether memory and elements of x are the same thing: its rows, its columns or its channels come one by one."""
-    return (
-        x.is_contiguous()
-        or (x.dim() == 2 and x.stride() == (1, x.shape[0]))
-        or (x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last))
+    """Whether memory and elements of x are the same thing though it is not contiguous: its columns or its channels come
+    one by one."""
+    return (x.dim() == 2 and x.stride() == (1, x.shape[0])) or (
+        x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
     )
 
 
 def last_product(a: Tensor, b: Tensor) -> Tensor:
     """ab for two matrices, where no rule is likely to compute with it: of rank one it may stay a column and a row."""
-    workspace = _LOCAL.current
-    if workspace is None or not workspace.factored or a.shape[1] != 1 or a.shape[0] * b.nbytes < LEAST:
-        return product(a, b)
-    if torch.is_grad_enabled() or not _is_plain(a) or not _is_plain(b) or a.dtype != b.dtype:
-        return product(a, b)
-    return Outer(a.reshape(-1).contiguous(), b.reshape(-1).contiguous())
+    if a.shape[1] == 1 and a.dtype == b.dtype and _is_plain(b):
+        lender = _lender(a, a.shape[0] * b.nbytes)
+        if lender is not None and lender.factored:
+            return Outer(a.reshape(-1).contiguous(), b.reshape(-1).contiguous())
+    return product(a, b)
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
     """ab for two matrices."""
     rows, columns = a.shape[0], b.shape[1]
-    if rows * columns * a.itemsize < LEAST:
-        return torch.mm(a, b)
-    return torch.mm(a, b, out=_empty((rows, columns), (columns, 1), a))
+    lender = _lender(a, rows * columns * a.itemsize)
+    return torch.mm(a, b, out=None if lender is None else lender.empty((rows, columns), (columns, 1), a.dtype))

@@ -80,16 +80,17 @@ def name_of(group: Mapping[str, Any], index: int) -> str:
     return f"parameter {index} of its group, shape {tuple(group['params'][index].shape)}"
 
 
-def refuse_bad_gradient(p: Tensor, g: Tensor, place: Place) -> None:
-    """Dense and real, or a RuntimeError."""
+def fresh_curvature(p: Tensor, g: Tensor, place: Place, *, is_due: bool) -> Tensor | None:
+    """``p.curvature``, None unless it is due; a RuntimeError unless it and the gradient are there, dense and real.
+
+    Zeros where the gradient is zero too, which is what a parameter the loss never met has.
+    """
     if p.dtype.is_complex:
         raise RuntimeError(f"{name_of(*place)} is complex: hesscale's optimizers work on real parameters only")
     if g.layout != torch.strided:
         raise RuntimeError(f"{name_of(*place)} has a sparse gradient: curvature is dense (nn.Embedding: sparse=False)")
-
-
-def fresh_curvature(p: Tensor, g: Tensor, place: Place) -> Tensor:
-    """``p.curvature``; zeros where the gradient is zero too, which is what a parameter the loss never met has."""
+    if not is_due:
+        return None
     curvature: Tensor | None = getattr(p, "curvature", None)
     if curvature is None:
         if g.any():
@@ -99,7 +100,9 @@ def fresh_curvature(p: Tensor, g: Tensor, place: Place) -> Tensor:
         raise RuntimeError(
             f"the curvature of {name_of(*place)} has shape {tuple(curvature.shape)}, the parameter {tuple(p.shape)}"
         )
-    return curvature.whole() if isinstance(curvature, Outer) and curvature.factors is None else curvature
+    if isinstance(curvature, Outer) and curvature.factors is None:
+        curvature = curvature.whole()
+    return curvature if curvature.dtype == p.dtype else curvature.to(p.dtype)
 
 
 def suspicious(slots: Sequence[Slot]) -> list[Slot]:

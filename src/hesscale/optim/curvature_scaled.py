@@ -112,7 +112,7 @@ class CurvatureScaled(Optimizer):
         # what lives between a backward pass and its step, and hooks: nothing that belongs into a checkpoint
         self._curvature_hooks: list[CurvatureHook] = []
         self._loss_scale = LossScale()
-        self._floors: defaultdict[Tensor, Floor] = defaultdict(Floor)
+        self._floors: defaultdict[int, Floor] = defaultdict(Floor)  # by id: hashing a tensor takes long
 
     @property
     def curvature_due(self) -> bool:
@@ -197,20 +197,17 @@ class CurvatureScaled(Optimizer):
         formula, is_due, capturable = _formula(group), _is_due(group), group["capturable"]
         found = []
         for index, p in enumerate(group["params"]):
-            g, h, place = p.grad, None, (group, index)
+            g, place = p.grad, (group, index)
             if g is None:
                 continue
-            checks.refuse_bad_gradient(p, g, place)
-            if is_due:
-                h = checks.fresh_curvature(p, g, place)
-                h = h if h.dtype == p.dtype else h.to(p.dtype)
+            h = checks.fresh_curvature(p, g, place, is_due=is_due)
             state = self.state[p]
             if not state:
                 _begin(state, p, capturable=capturable)
             # 1 − β₂ᵗ needs more digits than float32 has
             steps = state["step"].double() + 1 if capturable else state["step"].item() + 1
             refreshes = steps if capturable else state["refreshes"] + is_due
-            m, v, floor = state["exp_avg"], state["exp_curvature"], self._floors[p]
+            m, v, floor = state["exp_avg"], state["exp_curvature"], self._floors[id(p)]
             if is_sharded(p):
                 p, g, h, m, v = local(p), local(g), local(h), local(m), local(v)
             # parameters that came into play between two refreshes wait for their first curvature

@@ -58,7 +58,7 @@ class Floor:
     def begin(self, v: Tensor, factor: float) -> None:
         """Before V changes: its entries may fall to ``factor`` times what they are."""
         least = self._least * factor if self._seen is not None and self._seen == _identity(v) else 0.0
-        self._looks = least < torch.finfo(v.dtype).smallest_normal  # below it, rounding could reach zero
+        self._looks = least < _SMALLEST.get(v.dtype, math.inf)  # below it, rounding could reach zero
         self._least = math.inf if self._looks else least
 
     def is_above_zero(self, part: Tensor) -> bool:
@@ -72,6 +72,9 @@ class Floor:
     def end(self, v: Tensor) -> None:
         """When V has changed, and all of its parts were asked about."""
         self._seen = _identity(v)
+
+
+_SMALLEST = {dtype: torch.finfo(dtype).smallest_normal for dtype in (torch.float32, torch.float64)}
 
 
 def _identity(v: Tensor) -> tuple[int, int] | None:

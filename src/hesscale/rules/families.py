@@ -47,11 +47,6 @@ class Rule(ABC):
         the loss ends and the network begins (see HesScaleGN in backward.py)."""
 
 
-def only(values: Curvatures) -> Tensor | None:
-    """The entry of a node's single output. Ops with further outputs that carry no gradient (indices) count too."""
-    return values[0]
-
-
 @dataclass(frozen=True)
 class Selection(Rule):
     """Linear with coefficients 0 and 1, so that J∘J = J and the node's own backward transports curvature: Jᵀs.
@@ -122,7 +117,7 @@ class Elementwise(Rule):
         return self.derivatives is not None or self.ratio is not None
 
     def __call__(self, node: Any, s: Curvatures, g: Curvatures, wanted: Sequence[torch.Size | None]) -> Curvatures:
-        s0, g0 = only(s), only(g)
+        s0, g0 = s[0], g[0]
         if s0 is None and g0 is None:
             return (None,) * len(wanted)
         if self.ratio is not None:
@@ -295,7 +290,8 @@ class Coupled(Rule):
     def __call__(self, node: Any, s: Curvatures, g: Curvatures, wanted: Sequence[torch.Size | None]) -> Curvatures:
         if all(entry is None for entry in (*s, *g)):
             return (None,) * len(wanted)
-        result = self.curvature(node, only(s), only(g)) if self.outputs == 1 else self.curvature(node, s, g)
+        # further outputs that carry no gradient, such as indices, do not count
+        result = self.curvature(node, s[0], g[0]) if self.outputs == 1 else self.curvature(node, s, g)
         results = result if isinstance(result, (tuple, list)) else (result,)
         return [reduced(entry, shape) for entry, shape in zip(results, wanted, strict=True)]
 
