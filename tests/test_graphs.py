@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -242,3 +243,46 @@ def test_sums_of_many_terms_are_planned_in_linear_time(monkeypatch: pytest.Monke
         hesscale.check(sum((leaf(2) ** 2).sum() for _ in range(terms)))  # type: ignore[arg-type]
         counts.append(looked)
     assert counts[1] < 2.5 * counts[0]
+
+
+TRANSPOSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "a weight": lambda x, w: x @ w.t(),
+    "a weight with a bias": lambda x, w: F.linear(x, w, x.new_ones(3)),
+    "a weight and a scale": lambda x, w: torch.addmm(x.new_ones(3), x, w.t(), beta=0.5, alpha=-2.0),
+    "an activation": lambda x, w: x @ torch.tanh(w).t(),
+    "a weight in another order": lambda x, w: x @ w.t().contiguous(),
+    "a transpose of a transpose": lambda x, w: x @ w.t().t().t(),
+    "the left factor": lambda x, w: w @ x.t(),
+    "the left factor, a weight": lambda x, w: w.t().t() @ x.t(),
+}
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("columns_first", [False, True])
+@pytest.mark.parametrize("name", TRANSPOSES)
+def test_curvature_finds_its_way_past_a_transpose(name: str, columns_first: bool, rows: int) -> None:
+    w = leaf(5, 3, seed=1).detach().mT.requires_grad_() if columns_first else leaf(3, 5, seed=1)
+    x = leaf(rows, 5, seed=2).detach()
+
+    def loss() -> Tensor:
+        return TRANSPOSES[name](x, w).exp().sum()
+
+    hesscale.backward(loss())
+    found = w.curvature  # type: ignore[attr-defined]
+    (expected,) = exact_diagonal(loss(), [w])
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    assert found.stride() == w.stride()
+    torch.testing.assert_close(hesscale.diagonal(loss(), w)[0], expected, rtol=1e-10, atol=1e-12)
+
+
+def test_curvature_stops_at_a_transpose_that_is_asked_for_or_used_twice() -> None:
+    x, w = leaf(4, 5, seed=2).detach(), leaf(3, 5, seed=1)
+    turned = w.t()
+    first, second = (x @ turned).exp().sum(), (x @ turned).sin().sum()
+    alone = [hesscale.diagonal(part, [turned, w], retain_graph=True) for part in (first, second)]
+    for at_turned, at_w in alone:
+        assert at_turned is not None and at_w is not None
+        torch.testing.assert_close(at_turned.t(), at_w, rtol=0, atol=0)
+    (expected,) = exact_diagonal(first + second, [w])
+    hesscale.backward(first + second)
+    torch.testing.assert_close(w.curvature, expected, rtol=1e-10, atol=1e-12)  # type: ignore[attr-defined]

@@ -87,6 +87,7 @@ def test_a_layer_costs_two_products_and_a_few_sweeps(method: str, batch: int) ->
     products, sweeps = ((b - a) / 4 for a, b in zip(*extra, strict=True))
     assert products == 2  # s W² and (h²)ᵀ s
     assert sweeps <= (8 if method == "hesscale" else 7)  # + W², h², s summed for the bias, and three for tanh
+    assert all(ours.calls["t.default"] == plain.calls["t.default"] for ours, plain in (shallow, deep))
 
 
 @pytest.mark.parametrize("method", METHODS)

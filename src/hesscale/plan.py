@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -13,10 +13,11 @@ from torch import Tensor
 
 from .errors import OPAQUE, MissingRuleError
 from .graph import LEAF, Columns, Edge, Graph, Link, Row, Wiring, behind, edge_of, saved_names, trace, wire
+from .outer import transposed
 from .regions import Region, Rules, find_regions
 from .rules import BL89, RULES
 from .rules.calculus import LOW_PRECISION
-from .rules.families import Rebuilt, Rule
+from .rules.families import Bilinear, Rebuilt, Rule, Selection
 from .rules.table import RuleTable
 
 
@@ -161,10 +162,11 @@ def _stops(
     stops: dict[int, Stop] = {}
     trains: dict[int, tuple[Stop, ...]] = {}
     for place in reversed(places):  # those behind first
-        region, rule = regions.get(place), rules[place]
-        sources = wiring.edges[place] if region is None else region.sources
+        region = regions.get(place)
+        rule, inputs = _rule_and_inputs(place, wiring, rules, ahead=ahead, targets=targets)
+        sources = inputs if region is None else region.sources
         next_ones = [stops[link[0]] for link in sources if link is not None and link[0] in ahead]
-        trains[place] = tuple(stop for one in next_ones for stop in (one, *trains.pop(one.place)))
+        trains[place] = tuple(stop for one in next_ones for stop in (one, *trains[one.place]))
         is_half = wiring.dtypes[place][0] in LOW_PRECISION
         outputs = tuple((place, nr) for nr in range(len(wiring.shapes[place])))
         stops[place] = Stop(
@@ -173,9 +175,9 @@ def _stops(
             region=region,
             outputs=outputs,
             output=outputs[0] if len(outputs) == 1 and outputs[0] not in targets else None,
-            inputs=wiring.edges[place],
+            inputs=inputs,
             wanted=wiring.wanted[place],
-            dtypes=tuple(None if link is None else dtypes[link] for link in wiring.edges[place]),
+            dtypes=tuple(None if link is None else dtypes[link] for link in inputs),
             is_loss=place in loss,
             is_half=is_half,
             is_plain=not (rule is None or is_half or region is not None or isinstance(rule, Rebuilt)),
@@ -184,6 +186,21 @@ def _stops(
             ends=tuple((stop.place, stop.outputs[0]) for stop in trains[place] if stop.rule is None),
         )
     return tuple(reversed(stops.values()))
+
+
+def _rule_and_inputs(
+    place: int, wiring: Wiring, rules: Rules, *, ahead: frozenset[int], targets: frozenset[Link]
+) -> tuple[Rule | None, tuple[Link | None, ...]]:
+    """As the wiring has them, but past a transpose that the rule can do without, as every linear layer has one."""
+    rule, inputs = rules[place], wiring.edges[place]
+    last = inputs[-1] if isinstance(rule, Bilinear) and rule.turned is not None else None
+    if last is None or last in targets or last[0] not in ahead:
+        return rule, inputs
+    before = rules[last[0]]
+    if not isinstance(before, Selection) or before.by is not transposed:
+        return rule, inputs
+    assert isinstance(rule, Bilinear) and rule.turned is not None
+    return replace(rule, backward=rule.turned), (*inputs[:-1], *wiring.edges[last[0]])
 
 
 def _dtypes(wiring: Wiring) -> dict[Link, torch.dtype]:

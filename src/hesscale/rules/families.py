@@ -249,11 +249,14 @@ class Bilinear(Rule):
 
     ``backward(node, s, wanted, *squares)`` returns one curvature per input; ``operands`` names the saved tensors whose
     squares it gets (None where torch did not save one because nothing needs it). ``linear`` as in Elementwise.
+    ``turned`` is ``backward`` for a last input that is the transpose of a matrix, as a linear layer's weight is: it
+    returns the curvature of that matrix.
     """
 
     backward: Callable[..., Curvatures]
     operands: tuple[str, ...]
     linear: tuple[tuple[int, ...], ...] = ((0,), (1,))
+    turned: Callable[..., Curvatures] | None = None
     pointwise: bool = False
     needs_gradient: bool = False
 
