@@ -58,6 +58,7 @@ USES: dict[str, Callable[[Tensor], Any]] = {
     "in place": lambda x: x.mul_(1.0),
     "share": lambda x: x.share_memory_(),
     "apply": lambda x: x.apply_(lambda number: number),
+    "set data": lambda x: (setattr(x, "data", x.data.clone()), x)[1],
 }
 
 
@@ -199,6 +200,38 @@ def test_it_adds_up_over_passes_as_curvature_does() -> None:
             hesscale.backward(model(scale * x).square().sum(), factored=factored)
         totals.append(curvatures(model))
     assert all(torch.equal(a, b) for a, b in zip(*totals, strict=True))
+
+
+BIASES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "vector": lambda x, w, b: x[0] @ w.t() + b[0],
+    "squeezed": lambda x, w, b: (x @ w.t()).squeeze(0) + b[0],
+    "row": lambda x, w, b: x @ w.t() + b,
+    "addmm": lambda x, w, b: torch.addmm(b, x, w.t()),
+    "left": lambda x, w, b: w @ x.t() + b.t(),
+}
+
+
+@pytest.mark.parametrize("name", BIASES)
+def test_it_shares_nothing_with_the_curvature_of_a_bias(name: str) -> None:
+    found = []
+    for factored in (False, True):
+        torch.manual_seed(0)
+        w, b = nn.Parameter(torch.randn(WIDE, WIDE) / 16), nn.Parameter(torch.randn(1, WIDE))
+        x = torch.randn(1, WIDE)
+        for _ in range(2):
+            hesscale.backward(BIASES[name](x, w, b).tanh().square().sum(), factored=factored)
+            b.curvature.mul_(0.5)  # type: ignore[attr-defined]
+        w.curvature.mul_(3.0)  # type: ignore[attr-defined]
+        found.append([w.curvature, b.curvature])  # type: ignore[attr-defined]
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_what_is_written_out_in_inference_mode_can_be_changed_after_it() -> None:
+    x = outer()
+    with torch.inference_mode():
+        assert x.norm() > 0
+    x.mul_(2)
+    assert torch.equal(x, 2 * MATRIX)
 
 
 def test_it_stays_what_it_was_while_later_passes_run() -> None:

@@ -50,7 +50,8 @@ class Outer(Tensor):
         """The matrix, as a tensor like any other."""
         if self._whole is None:
             column, row = self._factors
-            self._whole = column.unsqueeze(1) * row
+            with torch.inference_mode(False):  # it may be changed after the mode has ended
+                self._whole = column.unsqueeze(1) * row
         return self._whole
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -68,7 +69,7 @@ class Outer(Tensor):
     __reduce_ex__ = _of_whole("__reduce_ex__")
     __repr__ = _of_whole("__repr__")  # type: ignore[assignment]
     apply_ = _of_whole("apply_")
-    data = property(lambda self: self.whole().data)
+    data = property(lambda self: self.whole().data, lambda self, value: setattr(self.whole(), "data", value))
     data_ptr = _of_whole("data_ptr")
     map_ = _of_whole("map_")
     numpy = _of_whole("numpy")

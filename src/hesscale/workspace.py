@@ -186,7 +186,7 @@ def last_product(a: Tensor, b: Tensor) -> Tensor:
     if a.shape[1] == 1 and a.dtype == b.dtype and _is_plain(b):
         lender = _lender(a, a.shape[0] * b.nbytes)
         if lender is not None and lender.factored:
-            return Outer(a.reshape(-1).contiguous(), b.reshape(-1).contiguous())
+            return Outer(a.reshape(-1).clone(), b.reshape(-1).clone())  # either may be a bias's curvature, too
     return product(a, b)
 
 

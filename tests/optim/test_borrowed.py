@@ -209,3 +209,55 @@ def test_an_average_that_fades_away_is_seen_to_reach_zero(dtype: torch.dtype) ->
         assert not optimizer.state[p]["exp_curvature"][2:].any()
         results.append([p.detach()])
     assert_close(*results, tolerance=TOLERANCES[dtype])
+
+
+def test_a_step_that_was_interrupted_is_not_taken_for_one_that_looked(monkeypatch: pytest.MonkeyPatch) -> None:
+    (p,) = made([(4, 5)])
+    optimizer = hesscale.AdaHesScale([p], lr=0.01)
+
+    def step() -> None:
+        feed([p])
+        p.curvature[2] = 0.0
+        optimizer.step()
+
+    step()
+    before = p.detach().clone()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(borrowed, "_update", lambda slots: (_ for _ in ()).throw(KeyboardInterrupt))
+        step()
+    for _ in range(2):
+        step()
+    assert torch.equal(p[2], before[2])
+
+
+def test_a_number_that_is_none_hides_no_zeros() -> None:
+    (p,) = made([(4, 5)])
+    optimizer = hesscale.AdaHesScale([p], lr=0.01)
+    feed([p])
+    p.curvature[2] = 0.0
+    optimizer.step()
+    optimizer.state[p]["exp_curvature"][0, 0] = math.nan
+    before = p.detach().clone()
+    for _ in range(3):
+        feed([p])
+        p.curvature[2] = 0.0
+        optimizer.step()
+    assert torch.equal(p[2], before[2])
+
+
+def test_averages_that_were_loaded_are_looked_at() -> None:
+    """Even where they lie where others lay, and have as many versions."""
+    params = made([(300, 300)])
+    optimizer = hesscale.AdaHesScale(params, lr=0.01, every=2)
+    looks(optimizer, params)
+    alive = copy.deepcopy(optimizer.state_dict())
+    dead = copy.deepcopy(alive)
+    dead["state"][0]["exp_curvature"][2] = 0.0
+    for state in (alive, dead, alive, dead):
+        optimizer.state.clear()
+        optimizer.load_state_dict(copy.deepcopy(state))
+        feed(params)
+        before = params[0].detach().clone()
+        params[0].curvature[2] = 0.0
+        optimizer.step()
+        assert torch.equal(params[0][2], before[2]) == (state is dead)

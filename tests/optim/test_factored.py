@@ -87,12 +87,15 @@ def test_nothing_as_large_as_a_weight_is_allocated_or_written_out(fused: bool | 
         assert step == 0 or not counting.allocations.total()  # the averages are made in the first
 
 
-@pytest.mark.parametrize("fused", [None, True])
+WAYS: list[Options] = [{}, {"fused": True}, {"foreach": False}, {"foreach": True}, {"differentiable": True}]
+
+
+@pytest.mark.parametrize("options", WAYS, ids=str)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_curvature_that_is_not_finite_is_seen_in_its_factors(value: float, fused: bool | None) -> None:
+def test_curvature_that_is_not_finite_is_seen_in_its_factors(value: float, options: Options) -> None:
     for which in (0, 1):
         model = network()
-        optimizer = hesscale.AdaHesScale(model.parameters(), lr=1e-3, fused=fused)
+        optimizer = hesscale.AdaHesScale(model.parameters(), lr=1e-3, **options)
         optimizer.backward(loss_of(model, 0))
         before = [p.detach().clone() for p in model.parameters()]
         model[2].weight.curvature.factors[which][7] = value  # type: ignore[union-attr,operator]
@@ -136,10 +139,10 @@ def test_the_average_of_squares_is_right_whatever_the_sizes_of_factors(
     assert torch.allclose(found, expected, rtol=2e-6 if dtype == torch.float32 else 1e-13, atol=0)
 
 
-@pytest.mark.parametrize("fused", [None, True])
-def test_zero_factors_are_zero_curvature(fused: bool | None) -> None:
+@pytest.mark.parametrize("options", WAYS[:-1], ids=str)
+def test_zero_factors_are_zero_curvature(options: Options) -> None:
     p = nn.Parameter(torch.ones(300, 300))
-    optimizer = hesscale.AdaHesScale([p], fused=fused)
+    optimizer = hesscale.AdaHesScale([p], **options)
     p.grad = torch.ones_like(p)
     column = torch.ones(300)
     column[5] = 0
@@ -156,11 +159,12 @@ def test_zero_factors_are_zero_curvature(fused: bool | None) -> None:
     fresh.grad = torch.ones_like(fresh)
     fresh.curvature = Outer(torch.zeros(300), torch.ones(300))  # type: ignore[attr-defined]
     with pytest.warns(UserWarning, match="curvature is zero everywhere"):
-        hesscale.AdaHesScale([fresh], fused=fused).step()
+        hesscale.AdaHesScale([fresh], **options).step()
     assert torch.all(fresh == 1)
 
 
-def test_a_loss_scale_is_divided_out() -> None:
+@pytest.mark.parametrize("logs", [False, True])
+def test_a_loss_scale_is_divided_out(logs: bool) -> None:
     results = []
     for scale in (1.0, 1024.0):
         model = network()
@@ -169,6 +173,9 @@ def test_a_loss_scale_is_divided_out() -> None:
         for step in range(2):
             optimizer.zero_grad()
             optimizer.backward(scaler.scale(loss_of(model, step)))
+            if logs:
+                with torch.inference_mode():
+                    assert all(p.curvature.norm() > 0 for p in model.parameters())  # type: ignore[attr-defined]
             scaler.step(optimizer)
             scaler.update()
         results.append([p.detach() for p in model.parameters()])

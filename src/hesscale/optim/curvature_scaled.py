@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -107,6 +108,7 @@ class CurvatureScaled(Optimizer):
                 group.setdefault(name, value)
         if "_curvature_hooks" not in self.__dict__:
             self._start_afresh()
+        self._floors.clear()
 
     def _start_afresh(self) -> None:
         # what lives between a backward pass and its step, and hooks: nothing that belongs into a checkpoint
@@ -188,6 +190,7 @@ class CurvatureScaled(Optimizer):
             self._unscale(slots)
         batches, rest = native.gathered(slots)
         rest = [slot if slot.formula.implementation == "borrowed" else _written_out(slot) for slot in rest]
+        slots = [*chain.from_iterable(batch.slots for batch in batches), *rest]
         suspects = _suspects(batches, rest)
         if self._is_usable([slot for slot in slots if id(slot) in suspects] if suspects else []):
             self._update(batches, [_by_loop(s) if id(s) in suspects else s for s in rest] if suspects else rest)

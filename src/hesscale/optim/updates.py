@@ -14,6 +14,7 @@ An entry whose V is exactly zero has no scale, and does not move: its denominato
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, final
 
@@ -45,19 +46,23 @@ class Floor:
     """A bound from below on the entries of one V, so that not every step has to look for zeros in it.
 
     A refresh lets an entry fall to β₂V, no lower. So what one look at V has found goes a long way, for as long as
-    nobody else writes to V, which its address and version tell.
+    nobody else writes to V. Torch's count of its versions tells; what is written past it, by way of ``.data``, is not
+    seen, here as elsewhere in torch.
     """
 
-    __slots__ = ("_least", "_looks", "_seen")
+    __slots__ = ("_least", "_looks", "_seen", "_version")
 
     def __init__(self) -> None:
         self._least = 0.0
         self._looks = True
-        self._seen: tuple[int, int] | None = None
+        self._seen: weakref.ref[Tensor] | None = None
+        self._version = 0
 
     def begin(self, v: Tensor, factor: float) -> None:
         """Before V changes: its entries may fall to ``factor`` times what they are."""
-        least = self._least * factor if self._seen is not None and self._seen == _identity(v) else 0.0
+        is_known = self._seen is not None and self._seen() is v and self._version == v._version
+        self._seen = None  # until it has changed: a step may be interrupted
+        least = self._least * factor if is_known else 0.0
         self._looks = least < _SMALLEST.get(v.dtype, math.inf)  # below it, rounding could reach zero
         self._least = math.inf if self._looks else least
 
@@ -66,19 +71,16 @@ class Floor:
         if not self._looks:
             return True
         least = float(part.amin())
-        self._least = min(self._least, least)
+        self._least = min(self._least, least if least > 0 else 0.0)  # nan is not above zero
         return least > 0
 
     def end(self, v: Tensor) -> None:
         """When V has changed, and all of its parts were asked about."""
-        self._seen = _identity(v)
+        if not v.is_inference():  # those have no versions
+            self._seen, self._version = weakref.ref(v), v._version
 
 
 _SMALLEST = {dtype: torch.finfo(dtype).smallest_normal for dtype in (torch.float32, torch.float64)}
-
-
-def _identity(v: Tensor) -> tuple[int, int] | None:
-    return None if v.is_inference() else (v.data_ptr(), v._version)
 
 
 class Slot(NamedTuple):
