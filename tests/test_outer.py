@@ -95,6 +95,11 @@ def test_it_can_be_written_to() -> None:
     assert torch.equal(x, MATRIX + 1)
 
 
+def test_a_way_to_its_memory_that_python_does_not_see_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="Cannot access data pointer"):
+        torch.utils.dlpack.to_dlpack(outer())
+
+
 class Tied(nn.Module):
     """One weight used twice, by different ways."""
 

@@ -36,6 +36,7 @@ class Outer(Tensor):
     def __new__(cls, column: Tensor, row: Tensor) -> Outer:
         size = (column.numel(), row.numel())
         made: Outer = Tensor._make_wrapper_subclass(cls, size, dtype=column.dtype, device=column.device)
+        torch._C._set_throw_on_mutable_data_ptr(made)  # rather than let somebody read memory that is not there
         return made
 
     def __init__(self, column: Tensor, row: Tensor) -> None:
