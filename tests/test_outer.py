@@ -187,14 +187,20 @@ def test_other_batch_sizes_are_written_out(rows: int) -> None:
     assert not any(isinstance(h, Outer) for h in curvatures(model))
 
 
-def test_small_weights_and_seeded_passes_are_written_out() -> None:
+def test_small_weights_are_written_out() -> None:
     small, y = nn.Linear(20, 20), torch.randn(1, 20)
     hesscale.backward(small(y).square().sum(), factored=True)
     assert not isinstance(curvatures(small)[0], Outer)
-    model, x = model_and_input("mlp")
-    out = model(x)
-    hesscale.backward(out, torch.ones_like(out), torch.ones_like(out), factored=True)
-    assert not any(isinstance(h, Outer) for h in curvatures(model))
+
+
+def test_it_shares_nothing_with_the_seed_of_a_pass() -> None:
+    w, x = nn.Parameter(torch.randn(WIDE, WIDE) / 16), torch.randn(1, WIDE)
+    seed = torch.rand(1, WIDE)
+    expected = seed.clone().mT @ x.square()
+    hesscale.backward(x @ w.t(), torch.ones_like(seed), seed, factored=True)
+    seed.zero_()
+    assert isinstance(w.curvature, Outer)  # type: ignore[attr-defined]
+    assert torch.equal(w.curvature, expected)  # type: ignore[attr-defined]
 
 
 def test_it_adds_up_over_passes_as_curvature_does() -> None:

@@ -50,7 +50,6 @@ def backward(
     the column and the row that it is the product of, an ``Outer``, which is written out when it is used.
     """
     _check_start(loss, gradient)
-    factored = factored and curvature is None  # the seed may be a factor, and is not ours
     walk = _arm(loss, curvature, method, output, missing=missing, generator=generator, factored=factored)
     try:
         loss.backward(gradient, retain_graph=retain_graph)

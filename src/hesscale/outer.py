@@ -80,9 +80,17 @@ class Outer(Tensor):
     untyped_storage = _of_whole("untyped_storage")
 
 
+def factors_of(matrix: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    """The column and the row of a matrix that is not written out; None for every other."""
+    return matrix.factors if isinstance(matrix, Outer) else None
+
+
+def written_out(matrix: Tensor) -> Tensor:
+    """The matrix as a tensor like any other; nearly always it is one."""
+    return matrix.whole() if isinstance(matrix, Outer) else matrix
+
+
 def transposed(matrix: Tensor) -> Tensor:
     """The transpose; of a matrix that is not written out, one that is not either."""
-    if isinstance(matrix, Outer) and matrix.factors is not None:
-        column, row = matrix.factors
-        return Outer(row, column)
-    return matrix.t()
+    factors = factors_of(matrix)
+    return matrix.t() if factors is None else Outer(factors[1], factors[0])

@@ -193,13 +193,14 @@ def _rule_and_inputs(
 ) -> tuple[Rule | None, tuple[Link | None, ...]]:
     """As the wiring has them, but past a transpose that the rule can do without, as every linear layer has one."""
     rule, inputs = rules[place], wiring.edges[place]
-    last = inputs[-1] if isinstance(rule, Bilinear) and rule.turned is not None else None
+    if not isinstance(rule, Bilinear) or rule.turned is None:
+        return rule, inputs
+    last = inputs[-1]
     if last is None or last in targets or last[0] not in ahead:
         return rule, inputs
     before = rules[last[0]]
     if not isinstance(before, Selection) or before.by is not transposed:
         return rule, inputs
-    assert isinstance(rule, Bilinear) and rule.turned is not None
     return replace(rule, backward=rule.turned), (*inputs[:-1], *wiring.edges[last[0]])
 
 

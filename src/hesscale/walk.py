@@ -13,7 +13,7 @@ from torch import Tensor
 
 from . import graph as graphs
 from .graph import Edge, Graph, Link
-from .outer import Outer
+from .outer import Outer, factors_of, written_out
 from .plan import Method, Plan, Stop, make_plan
 from .regions import Region, region_curvatures
 from .rules.calculus import Widened, widened
@@ -329,7 +329,7 @@ def _are_factored_or_owned(leaves: Sequence[Leaf], taken: set[int]) -> bool:
     factored = [(variable, s) for variable, s, _, _ in leaves if isinstance(s, Outer)]
     return (
         len({id(s) for _, s in factored}) == len(factored)
-        and all(s.factors is not None and s.stride() == variable.stride() for variable, s in factored)
+        and all(factors_of(s) is not None and s.stride() == variable.stride() for variable, s in factored)
         and (not rest or _are_owned(rest, taken))
     )
 
@@ -343,7 +343,7 @@ def _owned(s: Tensor | None, like: Tensor, taken: set[int]) -> Tensor:
     """``s`` laid out like ``like`` in memory of its own, which is added to ``taken``; zeros if there is no ``s``."""
     if s is None or s._is_zerotensor():  # torch's zeros without memory
         return torch.zeros_like(like, requires_grad=False)
-    s = s.whole() if isinstance(s, Outer) else s
+    s = written_out(s)
     storage = s.untyped_storage()
     memory = storage.data_ptr()
     if storage.nbytes() == s.nbytes and memory not in taken and s.stride() == like.stride():

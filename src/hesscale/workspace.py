@@ -168,16 +168,15 @@ def squared(x: Tensor) -> Tensor:
 
 def _room_like(x: Tensor) -> Tensor | None:
     lender = _lender(x, x.nbytes)
-    if lender is None or not (x.is_contiguous() or _is_dense(x)):
-        return None
-    return lender.empty(x.shape, x.stride(), x.dtype)
+    return None if lender is None or not _is_dense(x) else lender.empty(x.shape, x.stride(), x.dtype)
 
 
 def _is_dense(x: Tensor) -> bool:
-    """Whether memory and elements of x are the same thing though it is not contiguous: its columns or its channels come
-    one by one."""
-    return (x.dim() == 2 and x.stride() == (1, x.shape[0])) or (
-        x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
+    """Whether memory and elements of x are the same thing: its rows, its columns or its channels come one by one."""
+    return (
+        x.is_contiguous()
+        or (x.dim() == 2 and x.stride() == (1, x.shape[0]))
+        or (x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last))
     )
 
 

@@ -194,7 +194,7 @@ def test_hooks_see_curvature_that_is_written_out() -> None:
 
 def test_the_ways_through_the_step_are_the_short_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
-    for module, name in ((borrowed, "_refresh"), (native, "_fit"), (checks, "non_finite")):
+    for module, name in ((borrowed, "_refreshed"), (native, "_fit"), (checks, "non_finite")):
         original = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *a, _f=original, _n=name: (calls.append(_n), _f(*a))[1])
     for fused in (None, True):
@@ -202,4 +202,4 @@ def test_the_ways_through_the_step_are_the_short_ones(monkeypatch: pytest.Monkey
         optimizer = hesscale.AdaHesScale(model.parameters(), lr=1e-3, fused=fused)
         optimizer.backward(loss_of(model, 0))
         optimizer.step()
-    assert calls == ["_refresh", "_refresh", "_fit", "_fit"]
+    assert calls == ["_refreshed", "_refreshed", "_fit", "_fit"]

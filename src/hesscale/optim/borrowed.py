@@ -15,7 +15,7 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from ..outer import Outer
+from ..outer import factors_of
 from .updates import Slot, update_by_loop
 
 PIECE = 1 << 18
@@ -32,8 +32,10 @@ def update_by_borrowed(slots: Sequence[Slot]) -> None:
     fitting = slots if slots and _fit(slots) else [slot for slot in slots if _fit([slot])]
     for slot in fitting:
         slot.floor.begin(slot.v, 1.0 if slot.h is None else slot.formula.beta2)
-    whole = [slot for slot in fitting if _factors(slot.h) is None]
-    refreshed = (_refresh(slot) for slot in fitting if _factors(slot.h) is not None)  # one at a time, as they are moved
+    whole = [slot for slot in fitting if factors_of(slot.h) is None]
+    refreshed = (
+        _refreshed(slot, *pair) for slot in fitting if (pair := factors_of(slot.h))
+    )  # each right before it moves
     for batch in chain(_batches(refreshed), _batches(whole)):
         _update(batch)
     for slot in fitting:
@@ -45,7 +47,7 @@ def update_by_borrowed(slots: Sequence[Slot]) -> None:
 def _fit(slots: Sequence[Slot]) -> bool:
     """Whether torch's kernel can take them; looked at by columns, since few of them is what most networks have."""
     _, formulas, p, g, h, m, v, steps, *_ = zip(*slots, strict=True)
-    tensors = [*p, *g, *m, *v, *chain.from_iterable(_factors(x) or (x,) for x in h if x is not None)]
+    tensors = [*p, *g, *m, *v, *chain.from_iterable(factors_of(x) or (x,) for x in h if x is not None)]
     return (
         all(f.scale == "rms" and f.beta2 > 0 and not f.eps_inside_root for f in {*formulas})  # 0·∞ is not a number
         and _NUMBERS.issuperset(map(type, steps))
@@ -57,17 +59,11 @@ def _fit(slots: Sequence[Slot]) -> bool:
     )
 
 
-def _factors(h: Tensor | None) -> tuple[Tensor, Tensor] | None:
-    return h.factors if isinstance(h, Outer) else None
-
-
-def _refresh(slot: Slot) -> Slot:
+def _refreshed(slot: Slot, column: Tensor, row: Tensor) -> Slot:
     """V ← β₂V + (1 − β₂)(c ⊗ r)², in one sweep and without c ⊗ r; the slot that is left has had its curvature."""
-    factors = _factors(slot.h)
-    assert factors is not None
     beta2 = slot.formula.beta2
-    column, row = (factor.square() for factor in _balanced(*factors))
-    slot.v.addr_(column, row, beta=beta2, alpha=1 - beta2)
+    column, row = _balanced(column, row)
+    slot.v.addr_(column.square(), row.square(), beta=beta2, alpha=1 - beta2)
     return slot._replace(h=None)
 
 

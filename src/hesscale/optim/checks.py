@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..outer import Outer
+from ..outer import factors_of, written_out
 from .updates import SCALES, Place, Slot
 
 _NO_CURVATURE = (
@@ -100,8 +100,8 @@ def fresh_curvature(p: Tensor, g: Tensor, place: Place, *, is_due: bool) -> Tens
         raise RuntimeError(
             f"the curvature of {name_of(*place)} has shape {tuple(curvature.shape)}, the parameter {tuple(p.shape)}"
         )
-    if isinstance(curvature, Outer) and curvature.factors is None:
-        curvature = curvature.whole()
+    if factors_of(curvature) is None:
+        curvature = written_out(curvature)
     return curvature if curvature.dtype == p.dtype else curvature.to(p.dtype)
 
 
@@ -134,9 +134,9 @@ def non_finite(suspects: Sequence[Slot]) -> list[str]:
 
 def _square(x: Tensor) -> Tensor:
     """xᵀx"""
-    if isinstance(x, Outer) and x.factors is not None:
-        column, row = x.factors
-        return _square(column) * _square(row)
+    factors = factors_of(x)
+    if factors is not None:
+        return _square(factors[0]) * _square(factors[1])
     if x.dtype in _WIDE and x.is_contiguous():
         x = x.view(-1)
         return torch.dot(x, x)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from ..outer import Outer
+from ..outer import written_out
 from . import checks, native
 from .amp import LossScale, divide
 from .borrowed import update_by_borrowed
@@ -287,7 +287,8 @@ def _suspects(batches: Sequence[Batch], rest: Sequence[Slot]) -> set[int]:
 
 def _written_out(slot: Slot) -> Slot:
     """The slot with its curvature as a tensor like any other."""
-    return slot._replace(h=slot.h.whole()) if isinstance(slot.h, Outer) else slot
+    whole = None if slot.h is None else written_out(slot.h)
+    return slot if whole is slot.h else slot._replace(h=whole)
 
 
 def _by_loop(slot: Slot) -> Slot:

@@ -12,6 +12,10 @@ namespace {
 constexpr int64_t BLOCK = 4096;         // entries: what a thread takes at a time, so that small and large share fairly
 constexpr int64_t GRAIN = int64_t{1} << 15;  // entries: a thread with fewer is not worth its start; torch has the same
 
+// H is null where V is not refreshed, U where p itself moves. ROW is null where h is written out; elsewhere h is the outer
+// product of the column at H and of the row, which has WIDTH entries.
+enum Column { SIZE, P, G, H, M, V, U, STEP, ROW, WIDTH };
+
 // Parameters by columns: count sizes, count addresses of p, and so on.
 struct Table {
   int64_t count;
@@ -22,15 +26,9 @@ struct Table {
     return reinterpret_cast<T*>(columns[column * count + i]);
   }
   int64_t size(int64_t i) const { return columns[i]; }
-  int64_t width(int64_t i) const;
+  int64_t width(int64_t i) const { return columns[WIDTH * count + i]; }
   int64_t blocks(int64_t i) const { return (size(i) + BLOCK - 1) / BLOCK; }
 };
-
-// H is null where V is not refreshed, U where p itself moves. ROW is null where h is written out; elsewhere h is the outer
-// product of the column at H and of the row, which has WIDTH entries.
-enum Column { SIZE, P, G, H, M, V, U, STEP, ROW, WIDTH };
-
-int64_t Table::width(int64_t i) const { return columns[WIDTH * count + i]; }
 
 struct Numbers {
   double decay, sign, weight1, beta2, weight2, step_size, eps;

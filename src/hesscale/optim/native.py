@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..outer import Outer
+from ..outer import factors_of
 from .updates import Slot, coefficients
 
 _DTYPES = (torch.float32, torch.float64)
@@ -135,7 +135,7 @@ def _table(slots: Sequence[Slot]) -> array[int] | None:
     Built by columns, since a step that is short meets its own code cold: few different things, each done in a row.
     """
     _, _, p, g, h, m, v, *_ = zip(*slots, strict=True)
-    factors = {i: entry.factors for i, entry in enumerate(h) if isinstance(entry, Outer) and entry.factors}
+    factors = {i: pair for i, entry in enumerate(h) if (pair := factors_of(entry)) is not None}
     if factors:
         if not all(_fit(*pair, p[i]) for i, pair in factors.items()):
             return None
