@@ -1,5 +1,7 @@
 """What ``hesscale.backward`` and ``hesscale.diagonal`` promise beside the numbers: when, where and how often."""
 
+import threading
+import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -33,18 +35,82 @@ def bowl(w: Tensor, seed: int = 0) -> Tensor:
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_curvature_starts_afresh_exactly_where_grad_is_none(set_to_none: bool) -> None:
+def test_curvature_starts_afresh_when_gradients_do(set_to_none: bool) -> None:
     w = nn.Parameter(random(2, 3))
     once = [hesscale.diagonal(bowl(w, seed), w)[0] for seed in range(3)]
     hesscale.backward(bowl(w, 0))
     assert_close(w.curvature, once[0])
     torch.optim.SGD([w]).zero_grad(set_to_none=set_to_none)
-    # gradients that are zero but there are no fresh start: curvature goes on accumulating
-    kept = 0 if set_to_none else once[0]
     hesscale.backward(bowl(w, 1))
-    assert_close(w.curvature, kept + once[1])
+    assert_close(w.curvature, once[1])
     hesscale.backward(bowl(w, 2))
-    assert_close(w.curvature, kept + once[1] + once[2])
+    assert_close(w.curvature, once[1] + once[2])
+
+
+def test_curvature_belongs_to_one_gradient() -> None:
+    """A plain backward after zero_grad makes a gradient that the curvature of the step before has no part in."""
+    w = nn.Parameter(random(2, 3))
+    once = [hesscale.diagonal(bowl(w, seed), w)[0] for seed in range(3)]
+    for _ in range(3):
+        w.grad = None
+        bowl(w, 1).backward()
+        hesscale.backward(bowl(w, 2))
+        assert_close(w.curvature, once[2])
+
+
+def test_a_plain_backward_in_between_leaves_curvature_to_be_added_to() -> None:
+    w = nn.Parameter(random(2, 3))
+    once = [hesscale.diagonal(bowl(w, seed), w)[0] for seed in range(3)]
+    hesscale.backward(bowl(w, 0))
+    bowl(w, 1).backward()
+    hesscale.backward(bowl(w, 2))
+    assert_close(w.curvature, once[0] + once[2])
+
+
+def test_a_gradient_that_is_exactly_zero_is_still_added_to() -> None:
+    w = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    for passes in (1, 2, 3):
+        hesscale.backward(w.square().sum())
+        assert not w.grad.any()
+        assert_close(w.curvature, torch.full_like(w, 2.0 * passes))
+
+
+def test_a_parameter_that_is_not_reached_after_zero_grad_loses_its_curvature() -> None:
+    u, v = leaf(2, 3), leaf(2, 3, seed=1)
+    hesscale.backward(bowl(u) + bowl(v))
+    u.grad = v.grad = None
+    hesscale.backward(bowl(u))
+    assert u.curvature is not None and v.curvature is None
+
+
+def test_a_gradient_may_be_replaced_before_the_step() -> None:
+    w = leaf(2, 3)
+    hesscale.backward(bowl(w))
+    w.grad = w.grad / 2
+    assert w.curvature is not None
+
+
+def test_create_graph_accumulates() -> None:
+    w = leaf(2, 3)
+    once = [hesscale.diagonal(bowl(w, seed), w)[0] for seed in range(2)]
+    for seed in range(2):
+        with warnings.catch_warnings(action="ignore"):  # torch's, of a reference cycle
+            hesscale.attach(bowl(w, seed)).backward(create_graph=True)
+    assert_close(w.curvature, once[0] + once[1])
+    w.grad = None
+
+
+def test_two_threads_on_the_same_parameters() -> None:
+    w = nn.Parameter(random(2, 3))
+    once = sum(hesscale.diagonal(bowl(w, seed), w)[0] for seed in range(2))
+    for _ in range(50):
+        w.grad = None
+        threads = [threading.Thread(target=lambda seed=seed: hesscale.backward(bowl(w, seed))) for seed in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert_close(w.curvature, once)
 
 
 def test_a_parameter_that_was_out_of_use_starts_afresh_alone() -> None:

@@ -1,10 +1,7 @@
 """What a pass costs, counted in operator calls and allocations rather than seconds, which depend on the machine."""
 
-import os
-import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -15,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import hesscale
-from hesscale.workspace import LEAST
+from hesscale.fast.workspace import LEAST
 
 VIEWS = ("detach", "t.", "transpose", "view", "as_strided", "expand", "unsqueeze", "alias")
 HEAVY = ("mm.", "bmm.", "addmm.", "convolution")
@@ -87,7 +84,6 @@ def test_a_layer_costs_two_products_and_a_few_sweeps(method: str, batch: int) ->
     products, sweeps = ((b - a) / 4 for a, b in zip(*extra, strict=True))
     assert products == 2  # s W² and (h²)ᵀ s
     assert sweeps <= (8 if method == "hesscale" else 7)  # + W², h², s summed for the bias, and three for tanh
-    assert all(ours.calls["t.default"] == plain.calls["t.default"] for ours, plain in (shallow, deep))
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -118,22 +114,6 @@ def test_a_convolution_costs_one_more_backward() -> None:
     assert extra["threshold_backward.default"] == 2  # a slope of 0 or 1 is its own square
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_hooks_stand_at_the_loss_and_at_activations_only(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    hooked: list[str] = []
-    original = hesscale.graph.on_arrival
-
-    def on_arrival(node: Any, action: Any) -> Any:
-        hooked.append(node.name())
-        return original(node, action)
-
-    monkeypatch.setattr(hesscale.graph, "on_arrival", on_arrival)
-    model = mlp(4)
-    METHODS[method](F.cross_entropy(model(torch.randn(3, 64)), torch.zeros(3, dtype=torch.long)))
-    loss = ["NllLossBackward0", "LogSoftmaxBackward0"]
-    assert sorted(hooked) == sorted(loss + ["TanhBackward0"] * 5)
-
-
 def test_a_plan_is_made_once_for_a_graph_that_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
     model = mlp(2)
     made: list[int] = []
@@ -144,40 +124,7 @@ def test_a_plan_is_made_once_for_a_graph_that_repeats(monkeypatch: pytest.Monkey
         return original(rows, targets)
 
     monkeypatch.setattr(hesscale.plan, "wire", wire)
-    hesscale.plan._plan.cache_clear()
+    hesscale.plan._kept_plan.cache_clear()
     for batch in (3, 3, 3, 5, 3, 5):
         hesscale.backward(F.cross_entropy(model(torch.randn(batch, 64)), torch.zeros(batch, dtype=torch.long)))
     assert len(made) == 2
-
-
-def instructions(loss: Tensor) -> int:
-    """How many instructions of Python a pass takes, in this library's own files."""
-    ours, counted = os.path.dirname(hesscale.__file__), 0
-
-    def trace(frame: FrameType, event: str, argument: Any) -> Any:
-        nonlocal counted
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        counted += event == "opcode"
-        return trace if frame.f_code.co_filename.startswith(ours) else None
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        hesscale.backward(loss)
-    finally:
-        sys.settrace(before)
-    return counted
-
-
-def test_a_layer_costs_few_instructions_of_python() -> None:
-    """They come to more than the arithmetic of a small network: cold, each takes some 50 ns."""
-    x, y = torch.randn(8, 64), torch.zeros(8, dtype=torch.long)
-    counts = []
-    for depth in (2, 6):
-        model = mlp(depth)
-        for _ in range(3):
-            for p in model.parameters():
-                p.grad = p.curvature = None  # type: ignore[assignment]
-            count = instructions(F.cross_entropy(model(x), y))
-        counts.append(count)
-    assert 0 < (counts[1] - counts[0]) / 4 < 1800

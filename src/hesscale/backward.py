@@ -37,7 +37,6 @@ def backward(
     retain_graph: bool = False,
     missing: Missing = "raise",
     generator: torch.Generator | None = None,
-    factored: bool = False,
 ) -> None:
     """Fills ``p.grad`` exactly as ``loss.backward()`` does, and ``p.curvature`` with the diagonal of the Hessian.
 
@@ -46,11 +45,10 @@ def backward(
     ``output`` (for ``hesscale_gn`` only) is the network's output, where the loss begins; without it the loss reaches
     back to the first non-linear operation. ``missing`` says what becomes of operations without a rule: "raise" an
     error, "exact" (their own curvature by autograd, element by element: for small ones) or "sample" (one unbiased
-    random probe, drawn from ``generator``). ``factored``: large weights that saw a batch of one get their curvature as
-    the column and the row that it is the product of, an ``Outer``, which is written out when it is used.
+    random probe, drawn from ``generator``).
     """
     _check_start(loss, gradient)
-    walk = _arm(loss, curvature, method, output, missing=missing, generator=generator, factored=factored)
+    walk = _arm(loss, curvature, method, output, missing=missing, generator=generator)
     try:
         loss.backward(gradient, retain_graph=retain_graph)
     except BaseException:
@@ -150,7 +148,6 @@ def _arm(
     missing: Missing,
     generator: torch.Generator | None,
     starts_later: bool = False,
-    factored: bool = False,
 ) -> Walk:
     way = method_named(method)
     fallback = fallback_named(missing, generator)
@@ -160,4 +157,4 @@ def _arm(
         raise ValueError("output must be a tensor (or several) of the loss's graph")
     seeded = curvature is not None
     plan, graph = make_plan(y, way, outputs=outputs, seeded=seeded, targets=targets, fallback=fallback)
-    return Walk(plan, graph, curvature, starts_later=starts_later, factored=factored)
+    return Walk(plan, graph, curvature, starts_later=starts_later)

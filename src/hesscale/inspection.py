@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from .graph import LEAF, edge_of, trace, wire
+from .graph import LEAF, edge_of, trace
 from .plan import method_named
 from .regions import find_regions
+from .wiring import wire
 
 
 @dataclass(frozen=True)

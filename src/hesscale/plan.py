@@ -5,20 +5,20 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .errors import OPAQUE, MissingRuleError
-from .graph import LEAF, Columns, Edge, Graph, Link, Row, Wiring, behind, edge_of, saved_names, trace, wire
-from .outer import transposed
+from .graph import LEAF, Edge, Graph, Link, Row, edge_of, trace
 from .regions import Region, Rules, find_regions
 from .rules import BL89, RULES
 from .rules.calculus import LOW_PRECISION
-from .rules.families import Bilinear, Rebuilt, Rule, Selection
+from .rules.families import Rule
 from .rules.table import RuleTable
+from .wiring import Wiring, behind, wire
 
 
 class Method(NamedTuple):
@@ -61,16 +61,9 @@ class Stop:
     rule: Rule | None  # None at a leaf
     region: Region | None  # where element-wise paths meet: what it says goes for all of its places
     outputs: tuple[Link, ...]
-    output: Link | None  # if it is the only one, and its curvature is for nobody else
     inputs: tuple[Link | None, ...]
     wanted: tuple[torch.Size | None, ...]  # shapes of the inputs
-    dtypes: tuple[torch.dtype | None, ...]  # of their curvature
     is_loss: bool  # it is handed g, and with it its residual
-    is_half: bool  # it works in half precision
-    is_plain: bool  # its rule is all there is to call
-    no_gradient: tuple[None, ...]  # g where it is handed none, one per output
-    train: tuple[Stop, ...]  # stops behind it that need not wait for torch, in order; empty at those themselves
-    ends: tuple[tuple[int, Link], ...]  # leaves behind those, and the curvature each gets
 
 
 @dataclass(frozen=True)
@@ -80,13 +73,9 @@ class Plan:
     method: Method
     start: Link
     stops: tuple[Stop, ...]  # the root first; places inside a region are left out
-    waiting: tuple[Stop, ...]  # those that wait for torch, without the root
-    ahead: frozenset[int]  # places that follow others
-    leaves: tuple[int, ...]  # the places of leaves, without the root
-    saved: tuple[tuple[int, str], ...]  # tensors that rules may read: whose, and their names
     targets: frozenset[Link]  # edges whose curvature is kept to the end of the pass
-    dtypes: dict[Link, torch.dtype]  # of curvature: as torch has gradients, but half precision in single
-    owner: int | None  # the first leaf: a workspace lives as long as it
+    dtypes: Mapping[Link, torch.dtype]  # of curvature: as torch has gradients, but half precision in single
+    owner: int | None  # the first leaf: scratch memory lives as long as it
 
 
 def make_plan(
@@ -116,92 +105,35 @@ def make_plan(
         borders=tuple(map(graph.link, borders)),
         targets=None if targets is None else tuple(graph.link(edge) for edge in targets if edge[0] in graph.places),
     )
-    columns = graph.columns
-    return (_plan(columns, question) if fallback is None else _new_plan(columns, question, fallback)), graph
+    return (_kept_plan(graph.rows, question) if fallback is None else _plan(graph.rows, question, fallback)), graph
 
 
-def _new_plan(columns: Columns, question: Question, fallback: Rule | None = None) -> Plan:
-    method, rows = question.method, columns.rows()
+def _plan(rows: tuple[Row, ...], question: Question, fallback: Rule | None = None) -> Plan:
+    method, targets = question.method, frozenset(question.targets or ())
     wiring = wire(rows, question.targets)
     rules = look_up(rows, wiring.order, method.rules, fallback)
-    loss = frozenset(wiring.order)
-    if method.gauss_newton:
-        loss -= behind(question.borders, rows) if question.borders else _behind_nonlinear(wiring, rules, question)
+    loss = set(wiring.order) - network_places(rows, wiring, rules, question) if method.gauss_newton else None
     regions = find_regions(wiring, rules, frozenset(question.borders if method.gauss_newton else ()))
     inside = {place for region in regions.values() for place in region.places[1:]}
-    ahead = _ahead(rows, wiring, rules, loss) - inside - regions.keys()
-    dtypes, targets = _dtypes(wiring), frozenset(question.targets or ())
-    kept = [place for place in wiring.order if place not in inside]
-    stops = _stops(kept, wiring, rules, regions, ahead=ahead, loss=loss, dtypes=dtypes, targets=targets)
-    return Plan(
-        method=method,
-        start=question.start,
-        stops=stops,
-        waiting=tuple(stop for stop in stops if stop.place and stop.place not in ahead),
-        ahead=ahead,
-        leaves=tuple(place for place in wiring.order[1:] if rules[place] is None),
-        saved=tuple((place, name) for place in wiring.order for name in saved_names(rows[place][1])),
-        targets=targets,
-        dtypes=dtypes,
-        owner=next((place for place in wiring.order if rules[place] is None), None),
-    )
-
-
-def _stops(
-    places: Sequence[int],
-    wiring: Wiring,
-    rules: Rules,
-    regions: Mapping[int, Region],
-    *,
-    ahead: frozenset[int],
-    loss: frozenset[int],
-    dtypes: Mapping[Link, torch.dtype],
-    targets: frozenset[Link],
-) -> tuple[Stop, ...]:
-    """One stop per place, in the order of ``places``."""
-    stops: dict[int, Stop] = {}
-    trains: dict[int, tuple[Stop, ...]] = {}
-    for place in reversed(places):  # those behind first
-        region = regions.get(place)
-        rule, inputs = _rule_and_inputs(place, wiring, rules, ahead=ahead, targets=targets)
-        sources = inputs if region is None else region.sources
-        next_ones = [stops[link[0]] for link in sources if link is not None and link[0] in ahead]
-        trains[place] = tuple(stop for one in next_ones for stop in (one, *trains[one.place]))
-        is_half = wiring.dtypes[place][0] in LOW_PRECISION
-        outputs = tuple((place, nr) for nr in range(len(wiring.shapes[place])))
-        stops[place] = Stop(
+    stops = [
+        Stop(
             place=place,
-            rule=rule,
-            region=region,
-            outputs=outputs,
-            output=outputs[0] if len(outputs) == 1 and outputs[0] not in targets else None,
-            inputs=inputs,
+            rule=rules[place],
+            region=regions.get(place),
+            outputs=tuple((place, nr) for nr in range(len(wiring.shapes[place]))),
+            inputs=wiring.edges[place],
             wanted=wiring.wanted[place],
-            dtypes=tuple(None if link is None else dtypes[link] for link in inputs),
-            is_loss=place in loss,
-            is_half=is_half,
-            is_plain=not (rule is None or is_half or region is not None or isinstance(rule, Rebuilt)),
-            no_gradient=(None,) * len(wiring.shapes[place]),
-            train=() if place in ahead else tuple(stop for stop in trains[place] if stop.rule is not None),
-            ends=tuple((stop.place, stop.outputs[0]) for stop in trains[place] if stop.rule is None),
+            is_loss=loss is None or place in loss,
         )
-    return tuple(reversed(stops.values()))
+        for place in wiring.order
+        if place not in inside
+    ]
+    owner = next((place for place in wiring.order if rules[place] is None), None)
+    return Plan(method, question.start, tuple(stops), targets, _dtypes(wiring), owner)
 
 
-def _rule_and_inputs(
-    place: int, wiring: Wiring, rules: Rules, *, ahead: frozenset[int], targets: frozenset[Link]
-) -> tuple[Rule | None, tuple[Link | None, ...]]:
-    """As the wiring has them, but past a transpose that the rule can do without, as every linear layer has one."""
-    rule, inputs = rules[place], wiring.edges[place]
-    if not isinstance(rule, Bilinear) or rule.turned is None:
-        return rule, inputs
-    last = inputs[-1]
-    if last is None or last in targets or last[0] not in ahead:
-        return rule, inputs
-    before = rules[last[0]]
-    if not isinstance(before, Selection) or before.by is not transposed:
-        return rule, inputs
-    return replace(rule, backward=rule.turned), (*inputs[:-1], *wiring.edges[last[0]])
+# planning costs more than a small network's arithmetic, and graphs repeat from step to step
+_kept_plan = functools.lru_cache(maxsize=16)(_plan)
 
 
 def _dtypes(wiring: Wiring) -> dict[Link, torch.dtype]:
@@ -210,10 +142,6 @@ def _dtypes(wiring: Wiring) -> dict[Link, torch.dtype]:
         for place, dtypes in enumerate(wiring.dtypes)
         for nr, dtype in enumerate(dtypes)
     }
-
-
-# planning costs more than a small network's arithmetic, and graphs repeat from step to step
-_plan = functools.lru_cache(maxsize=16)(_new_plan)
 
 
 def look_up(rows: Sequence[Row], order: Sequence[int], table: RuleTable, fallback: Rule | None = None) -> Rules:
@@ -233,23 +161,10 @@ def look_up(rows: Sequence[Row], order: Sequence[int], table: RuleTable, fallbac
     return tuple(rules)
 
 
-def _ahead(rows: Sequence[Row], wiring: Wiring, rules: Rules, loss: frozenset[int]) -> frozenset[int]:
-    """Places with one consumer and no use for g. Not on several devices: there torch's own order is the safe one."""
-    if len({device for place in wiring.order for _, _, device in rows[place][3]}) > 1:
-        return frozenset()
-    alone = (place for place in wiring.order[1:] if wiring.consumers[place] == 1)
-    return frozenset(place for place in alone if not _waits(rules[place], wiring.wanted[place], place in loss))
-
-
-def _waits(rule: Rule | None, wanted: Sequence[torch.Size | None], is_loss: bool) -> bool:
-    """Activations wait even without need for g: what torch reads next is then still in the cache."""
-    if rule is None:
-        return False
-    return (is_loss and rule.needs_gradient) or (rule.pointwise and not rule.is_linear(wanted))
-
-
-def _behind_nonlinear(wiring: Wiring, rules: Rules, question: Question) -> set[int]:
-    """The network: nodes with a non-linear operation between them and the start. What is before them is the loss."""
+def network_places(rows: Sequence[Row], wiring: Wiring, rules: Rules, question: Question) -> set[int]:
+    """Where Gauss-Newton drops the residual: behind ``output``, or else behind the first non-linear operation."""
+    if question.borders:
+        return behind(question.borders, rows)
     if question.seeded:
         return set(wiring.order)
     network: set[int] = set()

@@ -2,7 +2,7 @@
 
 Node by node, the two paths of x*x would be added as if they were independent: 2x²s instead of 4x²s + 2g. Inside an
 element-wise region the Hessian is diagonal, so f' and f'' of the whole region are exact and cheap: its nodes pull back
-ones, which gives f', and g, which gives the f'g that a nested backward differentiates once more.
+ones, which gives f', and g, which gives the f'g that is differentiated once more.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .graph import LEAF, Edge, Graph, Link, Wiring
-from .rules.calculus import added, differentiate, in_single_precision, pull
+from .graph import LEAF, Edge, Graph, Link
+from .rules.calculus import added, differentiate, pull
 from .rules.families import Rule
+from .wiring import Wiring
 
 _LARGEST = 128  # nodes; a larger expression is treated node by node, which keeps the search linear in the graph
 
@@ -79,10 +80,10 @@ def _grow(sink: int, wiring: Wiring, rules: Rules, barriers: Set[Link]) -> Regio
             places.append(link[0])
             open_inputs(link[0], met.pop(link))
     meetings = {link for link, several in met.items() if several}
-    return _leading_to(meetings, places, wiring) if meetings else None
+    return _trimmed(meetings, places, wiring) if meetings else None
 
 
-def _leading_to(meetings: set[Link], places: list[int], wiring: Wiring) -> Region:
+def _trimmed(meetings: set[Link], places: list[int], wiring: Wiring) -> Region:
     """The region without the nodes that do not lead to a meeting: those go their ordinary way."""
     inside: set[int] = set()
     for place in reversed(places):
@@ -105,12 +106,13 @@ def region_curvatures(
         weighted = {} if g is None else _pull_back(region, graph, g)
     sources = [graph.edge(link) for link in region.sources]
     ends = [node for node, _ in sources if node.name() != LEAF]
-    results: list[tuple[Link, Tensor | None]] = []
     sink = graph.nodes[region.places[0]]
     inside = (edge for edge in first if edge not in sources and edge[0] is not sink and graph.link(edge) in also)
+    results: list[tuple[Link, Tensor | None]] = []
     for edge in (*sources, *inside):
         transport = None if s is None or edge not in first else s * first[edge].square()
-        results.append((graph.link(edge), added(transport, differentiate(weighted.get(edge), edge, fixed=ends))))
+        bend = differentiate(weighted.get(edge), edge, fixed=ends)
+        results.append((graph.link(edge), added(transport, bend)))
     return results
 
 
@@ -120,9 +122,7 @@ def _pull_back(region: Region, graph: Graph, grad: Tensor) -> dict[Edge, Tensor]
     for node in (graph.nodes[place] for place in region.places):
         if (node, 0) not in arrived:
             continue
-        for (child, nr), pulled in zip(
-            node.next_functions, pull(in_single_precision(node), arrived[node, 0]), strict=True
-        ):
+        for (child, nr), pulled in zip(node.next_functions, pull(node, arrived[node, 0]), strict=True):
             if child is not None and pulled is not None:
                 edge = (child, nr)
                 arrived[edge] = arrived[edge] + pulled if edge in arrived else pulled

@@ -1,285 +1,211 @@
-"""One armed pass: hooks that carry curvature from node to node while torch runs its own backward."""
+"""One armed pass: hooks that carry curvature from node to node while torch runs its own backward.
+
+``visit`` is the algorithm: take what waits at a node's outputs, ask its rule, leave the answer at its inputs. Leaves
+keep what has arrived until torch is done, and are written then.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from operator import attrgetter
-from typing import Any, Final, final
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Final, NamedTuple, final
 
 import torch
 from torch import Tensor
 
 from . import graph as graphs
+from . import leaves
+from .fast.workspace import Workspace, lend_from, workspace_of
 from .graph import Edge, Graph, Link
-from .outer import Outer, factors_of, written_out
 from .plan import Method, Plan, Stop, make_plan
-from .regions import Region, region_curvatures
-from .rules.calculus import Widened, widened
+from .regions import region_curvatures
+from .rules.calculus import View, widened
 from .rules.families import Curvatures, Rebuilt
-from .workspace import Workspace, lend_from, workspace_of
-
-Leaf = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
-"""A variable that torch gives a gradient, its curvature; its ``.grad`` before the pass, a copy of that."""
 
 _TWO_LOSSES = "two attached losses meet in one backward pass: add the losses first, then attach their sum, once"
 _RUNNING: Final[weakref.WeakValueDictionary[int, Walk]] = weakref.WeakValueDictionary()
 
 
+class Arrival(NamedTuple):
+    """What has come to a leaf, and what to restore there if the pass fails."""
+
+    leaf: Tensor
+    s: Tensor | None
+    continues: bool  # its curvature so far belongs to its gradient so far
+    grad: Tensor | None  # before the pass
+    copy: Tensor | None  # of that, since torch adds to it in place
+
+
 @final
 class Walk:
-    """One armed pass.
+    """One armed pass over a graph.
 
-    The root's hook holds it; all other hooks hold it weakly and by a node's place in the plan, so that an armed graph
-    nobody runs can still be collected.
+    Only the root's hook holds it, and it holds nodes only while a pass is running, so that an armed graph which nobody
+    runs is freed with its loss. All other hooks hold it weakly.
     """
 
-    def __init__(
-        self, plan: Plan, graph: Graph, seed: Tensor | None, *, starts_later: bool = False, factored: bool = False
-    ) -> None:
+    def __init__(self, plan: Plan, graph: Graph, seed: Tensor | None, *, starts_later: bool = False) -> None:
+        graphs.prepare_saved(graph.nodes)
         self._plan = plan
-        self._graph = graph
-        self._seed = seed
         self._starts_later = starts_later
-        self._factored = factored
-        self._readable = self._prepare_saved()
-        self._ahead = frozenset[int]()  # places that are visited before torch comes to them
+        self._graph = None if starts_later else graph
+        self._seed = None if seed is None else widened(seed.detach())
         self._pending: dict[Link, Tensor] = {}
-        self._leaves: list[Leaf] = []
+        self._arrivals: list[Arrival] = []
         self._handles: list[Any] = []
         self._workspace: Workspace | None = None
-        self._nested = False
-        self._is_quiet = False  # neither create_graph nor autocast
+        self._scope: Callable[[], AbstractContextManager[None]] = nullcontext
         weakref.finalize(self, _remove_all, self._handles)  # a backward that fails elsewhere does not tell us
-        if plan.stops:
-            self._arming = graphs.on_arrival(graph.nodes[plan.stops[0].place], self._start)
-        elif seed is not None:  # the start itself is all that is asked for
-            self._pending[plan.start] = seed
-
-    def disarm(self) -> None:
-        """Removes every hook."""
-        if self._plan.stops:
-            self._arming.remove()
-        self._unhook()
-
-    def abort(self) -> None:
-        """Undoes what the pass has done so far: hooks and gradients (curvature is written at the end only)."""
-        self.disarm()
-        for variable, _, grad, copy in self._leaves:
-            if grad is not None and copy is not None:
-                with torch.no_grad():
-                    grad.copy_(copy)
-            variable.grad = grad
-        self._forget()
-
-    @torch.no_grad()
-    def results(self, targets: Sequence[Edge], like: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-        """The curvature at each target, zeros where none arrived, None where ``like`` is None."""
-        taken: set[int] = self._storages_of_others()
-        places = self._graph.places
-        found = [self._pending.get((places.get(node, -1), nr)) for node, nr in targets]
-        self._forget()
-        return tuple(None if x is None else _owned(s, x, taken) for s, x in zip(found, like, strict=True))
-
-    def _prepare_saved(self) -> bool:
-        return graphs.prepare_saved(self._graph.nodes, self._plan.saved)
-
-    def _start(self, grads: Sequence[Tensor | None]) -> None:
-        if self._nested:
-            return
-        self._unhook()
-        self._forget()
-        plan, nodes = self._plan, self._graph.nodes
-        all_there = self._readable
-        if self._starts_later:  # by whatever backward the user calls
-            written = {graphs.running_backward_accumulates(nodes[place]) for place in plan.leaves}
-            if written == {False}:  # torch.autograd.grad on an attached loss: there is nothing to write
-                return
-            all_there = self._prepare_saved() and False not in written
-        # not where torch leaves parts of the graph alone, or what rules read comes back only when torch gets there
-        self._ahead = plan.ahead if all_there else frozenset[int]()
-        other = _RUNNING.get(graphs.running_backward())
-        if other is not None:
-            other.abort()
-            self.disarm()
-            raise RuntimeError(_TWO_LOSSES)
-        _RUNNING[graphs.running_backward()] = self
-        graphs.when_backward_ends(self._finish)
-        if graphs.running_backward_frees():
-            self._handles.append(self._arming)
-        self._is_quiet = not torch.is_grad_enabled() and not any(map(torch.is_autocast_enabled, _CAST))
-        if plan.owner is not None:
-            self._workspace = workspace_of(graphs.leaf_of(nodes[plan.owner]))
-        if self._workspace is not None:
-            self._workspace.begin_pass(factored=self._factored)
-        if self._seed is not None:
+        self._arming = graphs.on_arrival(graph.nodes[0], self._start) if plan.stops else None
+        if not plan.stops and self._seed is not None:  # the start itself is all that is asked for
             self._pending[plan.start] = self._seed
-        walk = weakref.ref(self)
-        for stop in plan.waiting if self._ahead else plan.stops[1:]:
-            self._handles.append(graphs.on_arrival(nodes[stop.place], _hook(walk, stop)))
-        self.visit(plan.stops[0], grads)
 
     def visit(self, stop: Stop, grads: Sequence[Tensor | None]) -> None:
-        """What happens at one stop, once torch has its gradient, and at those behind it that need none."""
-        if self._nested:
-            return
-        self._nested = True  # second derivatives may run nodes that carry our hooks
+        """Moves curvature over one node, for which torch has just computed the gradient g of its outputs."""
         before = lend_from(self._workspace)
         try:
-            if self._is_quiet:
-                self._move_along(stop, grads)
-            else:
-                with _recording_and_casting_off():
-                    self._move_along(stop, grads)
+            with self._scope():
+                s = [self._taken(link) for link in stop.outputs]
+                g = [widened(grad.detach()) if stop.is_loss and grad is not None else None for grad in grads]
+                self._move(stop, s, g)
         except BaseException:
             self.abort()
             raise
         finally:
             lend_from(before)
-            self._nested = False
 
-    def _move_along(self, stop: Stop, grads: Sequence[Tensor | None]) -> None:
-        self._move(stop, [widened(grad) for grad in grads] if stop.is_loss else stop.no_gradient)
-        if not self._ahead:
-            return
-        for follower in stop.train:
-            self._move(follower, follower.no_gradient)
-        pending, nodes, leaves = self._pending, self._graph.nodes, self._leaves
-        for place, link in stop.ends:
-            variable = graphs.leaf_of(nodes[place])
-            if variable.grad is None:
-                leaves.append((variable, pending.pop(link, None), None, None))
-            else:
-                self._arrive(place, pending.pop(link, None))
-
-    def _move(self, stop: Stop, g: Curvatures) -> None:
-        """Moves curvature over one node."""
-        pending = self._pending
-        s = self._taken(stop) if stop.output is None else (pending.pop(stop.output, None),)
-        if stop.is_plain:
-            curvatures = stop.rule(self._graph.nodes[stop.place], s, g, stop.wanted)  # type: ignore[misc]
-        elif stop.rule is None:
-            self._arrive(stop.place, s[0])
-            return
+    def _move(self, stop: Stop, s: Curvatures, g: Curvatures) -> None:
+        graph, plan = self._graph, self._plan
+        assert graph is not None
+        node = graph.nodes[stop.place]
+        if stop.rule is None:
+            self._arrive(graphs.leaf_of(node), s[0])
         elif stop.region is not None:
-            self._move_over(stop.region, s, g)
-            return
+            for link, curvature in region_curvatures(stop.region, graph, s[0], g[0], plan.targets):
+                self._give(link, curvature)
         else:
-            curvatures = self._special(stop, s, g)
-        for link, curvature, dtype in zip(stop.inputs, curvatures, stop.dtypes, strict=True):
-            if curvature is None or link is None:
-                continue
-            if curvature.dtype is dtype and link not in pending:
-                pending[link] = curvature
+            view = View(node)
+            if isinstance(stop.rule, Rebuilt):
+                curvatures = _walk_rebuilt(stop.rule, view, s, g, plan.method)
             else:
-                self._give(link, curvature, dtype)
+                curvatures = stop.rule(view, s, g, stop.wanted)
+            for input, curvature in zip(stop.inputs, curvatures, strict=True):
+                if input is not None:
+                    self._give(input, curvature)
 
-    def _taken(self, stop: Stop) -> Curvatures:
-        pending, targets = self._pending, self._plan.targets
-        return [pending.get(link) if link in targets else pending.pop(link, None) for link in stop.outputs]
+    def _taken(self, link: Link) -> Tensor | None:
+        return self._pending.get(link) if link in self._plan.targets else self._pending.pop(link, None)
 
-    def _move_over(self, region: Region, s: Curvatures, g: Curvatures) -> None:
-        for link, curvature in region_curvatures(region, self._graph, s[0], g[0], self._plan.targets):
-            if curvature is not None:
-                self._give(link, curvature, self._plan.dtypes[link])
-
-    def _special(self, stop: Stop, s: Curvatures, g: Curvatures) -> Curvatures:
-        node: Any = self._graph.nodes[stop.place]
-        seen = Widened(node) if stop.is_half else node
-        if isinstance(stop.rule, Rebuilt):
-            return _walk_rebuilt(stop.rule, seen, s, g, self._plan.method)
-        assert stop.rule is not None
-        return stop.rule(seen, s, g, stop.wanted)
-
-    def _give(self, link: Link, curvature: Tensor, dtype: torch.dtype | None) -> None:
+    def _give(self, link: Link, curvature: Tensor | None) -> None:
         """Fan-out: what several consumers say of one tensor is added; their cross terms are what HesScale drops."""
-        if curvature.dtype is not dtype:
-            curvature = curvature.to(dtype)
-        pending = self._pending
-        pending[link] = pending[link] + curvature if link in pending else curvature
+        if curvature is None:
+            return
+        dtype = self._plan.dtypes[link]
+        curvature = curvature if curvature.dtype is dtype else curvature.to(dtype)
+        before = self._pending.get(link)
+        self._pending[link] = curvature if before is None else before + curvature
 
-    def _arrive(self, place: int, s: Tensor | None) -> None:
-        node = self._graph.nodes[place]
-        variable = graphs.leaf_of(node)
-        if variable.grad is None:
-            self._leaves.append((variable, s, None, None))
-        elif place in self._ahead:  # some hook may still change it
-            walk = weakref.ref(self)
-            self._handles.append(graphs.on_arrival(node, lambda grads: _note(walk, variable, s)))
-        else:
-            self.note(variable, s)
+    def _arrive(self, leaf: Tensor, s: Tensor | None) -> None:
+        grad = leaf.grad
+        copy = None if grad is None else grad.detach().clone()
+        self._arrivals.append(Arrival(leaf, s, leaves.continues(leaf), grad, copy))
 
-    def note(self, variable: Tensor, s: Tensor | None) -> None:
-        """Keeps what is to be written to a leaf, and what to restore if the pass fails."""
-        grad = variable.grad
-        self._leaves.append((variable, s, grad, None if grad is None else grad.detach().clone()))
+    def _start(self, grads: Sequence[Tensor | None]) -> None:
+        """The first visit, at the root: hooks the nodes behind it."""
+        if graphs.is_nested():
+            return
+        self._forget()
+        plan = self._plan
+        if self._starts_later:  # by whatever backward the user calls
+            self._graph = graphs.trace(graphs.running_node())
+            if not self._writes_anything():
+                return
+            graphs.prepare_saved(self._graph.nodes)
+        assert self._graph is not None
+        self._scope = nullcontext if graphs.is_plain_mode() else graphs.plain_mode
+        self._refuse_second()
+        leaves.clear_orphans()
+        graphs.when_backward_ends(self._finish)
+        if plan.owner is not None:
+            self._workspace = workspace_of(graphs.leaf_of(self._graph.nodes[plan.owner]))
+        if self._workspace is not None:
+            self._workspace.begin_pass()
+        if self._seed is not None:
+            self._pending[plan.start] = self._seed
+        walk = weakref.ref(self)
+        for stop in plan.stops[1:]:
+            self._handles.append(graphs.on_arrival(self._graph.nodes[stop.place], _hook(walk, stop)))
+        self.visit(plan.stops[0], grads)
+
+    def _writes_anything(self) -> bool:
+        """Whether the running backward is going to accumulate gradients: torch.autograd.grad does not."""
+        assert self._graph is not None
+        leaf_nodes = (self._graph.nodes[stop.place] for stop in self._plan.stops if stop.rule is None)
+        return any(map(graphs.running_backward_accumulates, leaf_nodes))
+
+    def _refuse_second(self) -> None:
+        """Two walks in one backward would each see all of the gradient, but only their own curvature."""
+        task = graphs.running_backward()
+        other = _RUNNING.get(task)
+        if other is not None and other is not self:
+            other.abort()
+            self.abort()
+            raise RuntimeError(_TWO_LOSSES)
+        _RUNNING[task] = self
 
     def _finish(self) -> None:
         """Writes ``p.curvature`` wherever torch has written ``p.grad``."""
-        with torch.no_grad():
-            self._write()
-        self._unhook()
+        taken = self._foreign_storages()
+        for arrival in self._arrivals:
+            s = leaves.owned(arrival.s, arrival.leaf, taken)
+            leaves.add(arrival.leaf, s, to_old=arrival.continues)
+        _remove_all(self._handles)
         if not self._plan.targets:
             self._forget()
 
-    def _write(self) -> None:
-        taken = self._storages_of_others()
-        simple = bool(self._leaves) and _are_owned(self._leaves, taken)
-        for variable, s, grad, _ in self._leaves:
-            old = None if simple or grad is None else getattr(variable, "curvature", None)
-            if old is None:
-                variable.curvature = s if simple else _owned(s, variable, taken)  # type: ignore[attr-defined]
-            elif s is not None:
-                variable.curvature = old.to(s).add_(s)  # type: ignore[attr-defined]  # the model may have moved
+    def results(self, targets: Sequence[Edge], like: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+        """The curvature at each target, zeros where none arrived, None where ``like`` is None."""
+        assert self._graph is not None
+        taken, places = self._foreign_storages(), self._graph.places
+        found = [self._pending.get((places.get(node, -1), nr)) for node, nr in targets]
+        self._forget()
+        return tuple(None if x is None else leaves.owned(s, x, taken) for s, x in zip(found, like, strict=True))
 
-    def _storages_of_others(self) -> set[int]:
-        return set() if self._seed is None else {self._seed.untyped_storage().data_ptr()}
+    def _foreign_storages(self) -> set[int]:
+        return set() if self._seed is None else {leaves.storage_of(self._seed)}
 
-    def _unhook(self) -> None:
+    def disarm(self) -> None:
+        """Removes every hook."""
+        if self._arming is not None:
+            self._arming.remove()
         _remove_all(self._handles)
 
+    def abort(self) -> None:
+        """Undoes what the pass has done so far: hooks and gradients (curvature is written at the end only)."""
+        for arrival in self._arrivals:
+            if arrival.grad is not None and arrival.copy is not None:
+                with torch.no_grad():
+                    arrival.grad.copy_(arrival.copy)
+            arrival.leaf.grad = arrival.grad
+        self.disarm()
+        self._forget()
+
     def _forget(self) -> None:
+        _remove_all(self._handles)
         self._pending.clear()
-        self._leaves.clear()
+        self._arrivals.clear()
+        if self._starts_later:
+            self._graph = None
 
 
-def _walk_rebuilt(rule: Rebuilt, node: Any, s: Curvatures, g: Curvatures, method: Method) -> Curvatures:
-    """The curvature of a fused node's inputs: a walk of its own over the steps the node is made of."""
-    with torch.enable_grad():
-        outputs, inputs = rule.rebuild(node)
-        y = torch.cat([output.reshape(-1) for output in outputs])
-    leaves = [leaf for leaf in inputs if leaf is not None and leaf.requires_grad]
-    curvature, gradient = (_joined(seeds, outputs) for seeds in (s, g))
-    targets = [graphs.edge_of(leaf) for leaf in leaves]
-    # without g there is no residual anywhere, which is how Gauss-Newton walks behind the loss
-    plan, graph = make_plan(y, Method(method.rules, gauss_newton=gradient is None), seeded=True, targets=targets)
-    walk = Walk(plan, graph, curvature)
-    seeds = torch.zeros_like(y) if gradient is None else gradient
-    torch.autograd.grad(y, leaves, seeds, allow_unused=True)
-    walk.disarm()
-    found = dict(zip(map(id, leaves), walk.results(targets, leaves), strict=True))
-    return [None if leaf is None else found.get(id(leaf)) for leaf in inputs]
+def _hook(walk: weakref.ref[Walk], stop: Stop) -> Callable[[Sequence[Tensor | None]], None]:
+    def arrive(grads: Sequence[Tensor | None]) -> None:
+        running = walk()
+        if running is not None and not graphs.is_nested():
+            running.visit(stop, grads)
 
-
-def _joined(seeds: Curvatures, outputs: Sequence[Tensor]) -> Tensor | None:
-    if all(seed is None for seed in seeds):
-        return None
-    pairs = zip(seeds, outputs, strict=True)
-    return torch.cat([(torch.zeros_like(out) if seed is None else seed).reshape(-1) for seed, out in pairs])
-
-
-@contextlib.contextmanager
-def _recording_and_casting_off() -> Iterator[None]:
-    """Rules record nothing, and compute in the precision of what they are given."""
-    with torch.no_grad(), contextlib.ExitStack() as stack:
-        for kind in _CAST:
-            if torch.is_autocast_enabled(kind):
-                stack.enter_context(torch.autocast(kind, enabled=False))
-        yield
-
-
-_CAST: Final = ("cpu", "cuda")
+    return arrive
 
 
 def _remove_all(handles: list[Any]) -> None:
@@ -288,65 +214,26 @@ def _remove_all(handles: list[Any]) -> None:
     handles.clear()
 
 
-def _hook(walk: weakref.ref[Walk], stop: Stop) -> Callable[[Sequence[Tensor | None]], None]:
-    def arrive(grads: Sequence[Tensor | None]) -> None:
-        running = walk()
-        if running is not None:
-            running.visit(stop, grads)
-
-    return arrive
-
-
-def _note(walk: weakref.ref[Walk], variable: Tensor, s: Tensor | None) -> None:
-    running = walk()
-    if running is not None:
-        running.note(variable, s)
-
-
-def _are_owned(leaves: Sequence[Leaf], taken: set[int]) -> bool:
-    """Whether ``_owned`` would return each s as it is, and none is to be added to another: nearly always so."""
-    variables: tuple[Any, ...]
-    variables, found, grads, _ = zip(*leaves, strict=True)
-    if not {None}.issuperset(grads) or not _OWNABLE.issuperset(map(type, found)):
-        return False
-    if Outer in map(type, found):
-        return _are_factored_or_owned(leaves, taken)
-    storages = [*map(Tensor.untyped_storage, found)]
-    memories = {*map(_memory, storages)}
-    return (
-        len(memories) == len(found)
-        and memories.isdisjoint(taken)
-        and not any(map(_requires_grad, found))
-        and not any(map(Tensor._is_zerotensor, found))
-        and [*map(_nbytes, storages)] == [*map(_size, found)]
-        and [*map(Tensor.stride, found)] == [*map(Tensor.stride, variables)]
-    )
+def _walk_rebuilt(rule: Rebuilt, node: View, s: Curvatures, g: Curvatures, method: Method) -> Curvatures:
+    """The curvature of a fused node's inputs: a walk of its own over the steps the node is made of."""
+    with torch.enable_grad():
+        outputs, inputs = rule.rebuild(node)
+        y = torch.cat([output.reshape(-1) for output in outputs])
+    sources = [leaf for leaf in inputs if leaf is not None and leaf.requires_grad]
+    curvature, gradient = (_joined(seeds, outputs) for seeds in (s, g))
+    targets = [graphs.edge_of(leaf) for leaf in sources]
+    # without g there is no residual anywhere, which is how Gauss-Newton walks behind the loss
+    plan, graph = make_plan(y, Method(method.rules, gauss_newton=gradient is None), seeded=True, targets=targets)
+    walk = Walk(plan, graph, curvature)
+    torch.autograd.grad(y, sources, torch.zeros_like(y) if gradient is None else gradient, allow_unused=True)
+    walk.disarm()
+    found = dict(zip(map(id, sources), walk.results(targets, sources), strict=True))
+    return [None if leaf is None else found.get(id(leaf)) for leaf in inputs]
 
 
-def _are_factored_or_owned(leaves: Sequence[Leaf], taken: set[int]) -> bool:
-    """The same where some are not written out: each must be the only one of its kind, and as its leaf would have it."""
-    rest = [leaf for leaf in leaves if type(leaf[1]) is Tensor]
-    factored = [(variable, s) for variable, s, _, _ in leaves if isinstance(s, Outer)]
-    return (
-        len({id(s) for _, s in factored}) == len(factored)
-        and all(factors_of(s) is not None and s.stride() == variable.stride() for variable, s in factored)
-        and (not rest or _are_owned(rest, taken))
-    )
-
-
-_OWNABLE: Final = {Tensor, Outer}
-_memory, _nbytes = torch.UntypedStorage.data_ptr, torch.UntypedStorage.nbytes
-_requires_grad, _size = attrgetter("requires_grad"), attrgetter("nbytes")
-
-
-def _owned(s: Tensor | None, like: Tensor, taken: set[int]) -> Tensor:
-    """``s`` laid out like ``like`` in memory of its own, which is added to ``taken``; zeros if there is no ``s``."""
-    if s is None or s._is_zerotensor():  # torch's zeros without memory
-        return torch.zeros_like(like, requires_grad=False)
-    s = written_out(s)
-    storage = s.untyped_storage()
-    memory = storage.data_ptr()
-    if storage.nbytes() == s.nbytes and memory not in taken and s.stride() == like.stride():
-        taken.add(memory)
-        return s.detach() if s.requires_grad else s
-    return torch.empty_like(like, dtype=s.dtype, requires_grad=False).copy_(s)
+def _joined(seeds: Curvatures, outputs: Sequence[Tensor]) -> Tensor | None:
+    """The seeds of several outputs in one vector; None if there are none."""
+    if all(seed is None for seed in seeds):
+        return None
+    pairs = zip(seeds, outputs, strict=True)
+    return torch.cat([(torch.zeros_like(out) if seed is None else seed).reshape(-1) for seed, out in pairs])

@@ -83,14 +83,14 @@ def test_grouped_queries() -> None:
 @pytest.mark.parametrize("rows", [1, 3, 128])
 @pytest.mark.parametrize("size", [1, 35, 100, 300])  # a head's attention matrix has 35 elements
 @pytest.mark.parametrize("kind", ["plain", "causal", "masked", "grouped"])
-def test_piece_by_piece(monkeypatch: pytest.MonkeyPatch, kind: str, size: int, rows: int) -> None:
+def test_chunk_by_chunk(monkeypatch: pytest.MonkeyPatch, kind: str, size: int, rows: int) -> None:
     """Some heads, or some rows of a head at a time: the result is the same."""
     groups = 2 if kind == "grouped" else 4
     q, k, v = randn(2, 4, 5, 8), randn(2, groups, 7, 8, seed=1), randn(2, groups, 7, 8, seed=2)
     options: dict[str, Any] = {"is_causal": kind == "causal"}
     if kind == "masked":
         options["attn_mask"] = torch.rand(2, 1, 5, 7, generator=torch.Generator().manual_seed(0)) < 0.7
-    monkeypatch.setattr(attention, "piece", lambda _: size)
+    monkeypatch.setattr(attention, "chunk_size", lambda _: size)
     monkeypatch.setattr(attention, "_ROWS", rows)
     fused = F.scaled_dot_product_attention(q, k, v, enable_gqa=kind == "grouped", **options)
     assert_same(fused, plain(q, k, v, **options), [q, k, v], "hesscale")

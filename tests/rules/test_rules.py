@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 import hesscale
-from hesscale.rules import RULES, pieces
+from hesscale.fast import chunking
+from hesscale.rules import RULES
 from hesscale.rules.families import Elementwise
 from hesscale.testing import check_rule
 
@@ -78,7 +79,7 @@ PIECEWISE |= {name for name, rule in RULES.items() if isinstance(rule, Elementwi
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.node in PIECEWISE], ids=lambda case: case.label)
 def test_rule_is_exact_piece_by_piece(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "_CACHED", 1)
+    monkeypatch.setattr(chunking, "_CACHED", 1)
     check_rule(case.function, *case.inputs, reference=case.reference, seed=2)
 
 

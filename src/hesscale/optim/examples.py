@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..graph import Edge, Graph, Wiring
+from ..graph import Edge, Graph
 from ..rules import RULES
 from ..rules.families import signed
+from ..wiring import Wiring
 
 Shape = Sequence[int]
 

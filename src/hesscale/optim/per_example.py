@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from ..graph import Edge, Graph, Wiring, edge_of
-from ..rules.calculus import in_single_precision, pull, widened
+from ..graph import Edge, Graph, edge_of
+from ..rules.calculus import View, pull, widened
 from ..rules.families import signed
+from ..wiring import Wiring
 from .examples import follow
 
 _ELEMENTS = 2**20
@@ -57,7 +58,7 @@ class Use:
 
     def squares(self, v: Tensor) -> Tensor:
         """Σ_n of the squared gradient of example n in the parameter, v being the gradient at the node's output."""
-        found = self.formula.squares(in_single_precision(self.node), widened(v), self.split, self.shape)
+        found = self.formula.squares(View(self.node), widened(v), self.split, self.shape)
         for view in reversed(self.views):
             (moved,) = pull(view, found)
             assert moved is not None

@@ -33,7 +33,7 @@ class AdaHesScale(CurvatureScaled):
 
         def curvature_pass() -> None:
             curvature_backward(
-                loss, retain_graph=retain_graph, missing=missing, generator=generator, factored=self._takes_factors
+                loss, retain_graph=retain_graph, missing=missing, generator=generator
             )
 
         self._backward(loss, retain_graph, curvature_pass)
@@ -62,7 +62,6 @@ class AdaHesScaleGN(CurvatureScaled):
                 retain_graph=retain_graph,
                 missing=missing,
                 generator=generator,
-                factored=self._takes_factors,
             )
 
         self._backward(loss, retain_graph, curvature_pass)
@@ -89,7 +88,6 @@ class AdaBL89(CurvatureScaled):
                 retain_graph=retain_graph,
                 missing=missing,
                 generator=generator,
-                factored=self._takes_factors,
             )
 
         self._backward(loss, retain_graph, curvature_pass)

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from ..graph import Edge, Graph, Wiring, behind, edge_of, trace, wire
+from ..graph import Edge, Graph, edge_of, trace
 from ..rules import RULES
 from ..rules.families import signed
+from ..wiring import Wiring, behind, wire
 from .per_example import only_uses
 
 _NO_PARAMETER = (

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..fast.chunking import chunk_size, chunks
 from .calculus import added, through_softmax
 from .families import Coupled, Curvatures
-from .pieces import piece, pieces
 from .table import register
 
 _ROWS = 128  # of an attention matrix that are worth a matrix product
@@ -48,7 +48,7 @@ def attention(softmax: Softmax) -> Callable[[Any, Tensor | None, Tensor | None],
         split = (key.shape[1], -1)
         q, (s, g, mask) = query.unflatten(1, split), (t if t is None else t.unflatten(1, split) for t in (s, g, mask))
         found = [torch.zeros_like(t) for t in (q, key, value)]
-        for some, rows in _parts(q.shape, key.shape[2], piece(query)):
+        for some, rows in _parts(q.shape, key.shape[2], chunk_size(query)):
             # heads of one tensor often lie between each other, and matrix products would copy them again and again
             q_part, k, v = q[rows].contiguous(), *(t[some].unsqueeze(2).contiguous() for t in (key, value))
             seeds = (t if t is None else t[rows].contiguous() for t in (s, g))
@@ -71,9 +71,9 @@ def _parts(shape: torch.Size, keys: int, size: int) -> Iterator[tuple[tuple[slic
     batch, groups, heads, length, _ = shape
     of_row = max(heads * keys, 1)
     of_group = max(of_row * length, 1)
-    for examples in pieces(batch, size // (of_group * groups)):
-        for some in pieces(groups, size // of_group):
-            for rows in pieces(length, max(_ROWS, size // of_row)):
+    for examples in chunks(batch, size // (of_group * groups)):
+        for some in chunks(groups, size // of_group):
+            for rows in chunks(length, max(_ROWS, size // of_row)):
                 yield (examples, some), (examples, some, slice(None), rows)
 
 

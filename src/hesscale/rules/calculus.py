@@ -3,32 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import Node
 
-LOW_PRECISION = (torch.bfloat16, torch.float16)
+from ..graph import Edge, call, nested_gradient, on_arrival
+
+LOW_PRECISION: Final = (torch.bfloat16, torch.float16)
 
 
 @final
-class Widened:
-    """A node of half precision, seen in single precision: what it saved is converted when a rule reads it."""
+class View:
+    """A node as rules see it: what it saved in half precision is read in single. Everything else is the node's own."""
+
+    __slots__ = ("node",)
 
     def __init__(self, node: Any) -> None:
         self.node = node
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self.node, name)
-        if isinstance(value, tuple):
-            return tuple(map(widened, value))
-        return widened(value)
+        if isinstance(value, Tensor):
+            return widened(value)
+        return tuple(map(widened, value)) if isinstance(value, tuple) else value
 
-
-def in_single_precision(node: Any) -> Any:
-    """The node, seen in single precision if it works in half."""
-    return Widened(node) if node._input_metadata[0].dtype in LOW_PRECISION else node
+    def __call__(self, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return pull(self, *grads)
 
 
 def widened(value: Any) -> Any:
@@ -37,34 +39,56 @@ def widened(value: Any) -> Any:
 
 
 def pull(node: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Jᵀ grads, one tensor per input of the node. Nothing is freed and no hook runs."""
-    if isinstance(node, Widened):
-        return tuple(map(widened, _pull_wide(node.node, grads)))
-    result = node(*grads) if callable(node) else node.apply(*grads)
-    return result if isinstance(result, tuple) else (result,)
-
-
-def _pull_wide(node: Any, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    """The pull of float32 through a node of half precision."""
+    """Jᵀ grads, one tensor per input of the node, in the precision of ``grads``. Nothing is freed and no hook runs."""
+    raw = node.node if isinstance(node, View) else node
     try:
-        return pull(node, *grads)
-    except (RuntimeError, NotImplementedError):  # a kernel that insists on its own dtype
-        return _pull_in_parts(node, grads)
+        found = call(raw, grads)
+    except (RuntimeError, NotImplementedError):
+        if _half_of(raw) is None:
+            raise
+        return _pull_in_parts(raw, grads)  # a kernel that insists on its own dtype
+    for entry in found:
+        if entry is not None and entry.dtype in LOW_PRECISION:
+            return _pull_in_parts(raw, grads)  # one that casts without a word
+    return found
+
+
+def _half_of(node: Any) -> torch.dtype | None:
+    """The half precision that a node's outputs or inputs are in, if any."""
+    metadata = [*node._input_metadata]
+    metadata += [child._input_metadata[nr] for child, nr in node.next_functions if child is not None]
+    return next((tensor.dtype for tensor in metadata if tensor.dtype in LOW_PRECISION), None)
 
 
 def _pull_in_parts(node: Any, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    """Three numbers of half precision hold the digits of a float32; J is linear, so they are pulled one by one."""
-    kind = node._input_metadata[0].dtype
-    largest = max((float(grad.abs().max()) for grad in grads if grad is not None and grad.numel()), default=0.0)
-    scale = largest or 1.0  # keeps float16 away from overflow and underflow
-    rest = [None if grad is None else grad / scale for grad in grads]
+    """The same where grads must pass through half precision: J is linear, so that numbers of half precision which
+    together have all digits of a float32 are pulled one by one, the largest first, scaled to the middle of the range.
+    """
+    kind, dtype = _half_of(node), node._input_metadata[0].dtype
     total: tuple[Tensor | None, ...] = ()
-    for _ in range(3):
-        part = [None if grad is None else grad.to(kind) for grad in rest]
-        rest = [None if r is None or p is None else r - p.float() for r, p in zip(rest, part, strict=True)]
-        pulled = tuple(map(widened, pull(node, *part)))
-        total = tuple(added(a, b) for a, b in zip(total, pulled, strict=True)) if total else pulled
-    return tuple(None if grad is None else grad * scale for grad in total)
+    rest = list(grads)
+    for _ in range(_MOST_PARTS):
+        scale = max((float(t.abs().max()) for t in rest if t is not None and t.numel()), default=0.0)
+        if total and not scale:
+            break
+        scale = scale or 1.0
+        parts = [None if t is None else (t / scale).to(kind) for t in rest]
+        rest = [_remainder(t, p, scale, g) for t, p, g in zip(rest, parts, grads, strict=True)]
+        found = call(node, [None if part is None else part.to(dtype) for part in parts])
+        found = tuple(None if t is None else widened(t) * scale for t in found)
+        total = tuple(map(added, total, found)) if total else found
+    return total
+
+
+_MOST_PARTS: Final = 32  # of 11 or 8 binary digits each: what float32 spans
+
+
+def _remainder(rest: Tensor | None, part: Tensor | None, scale: float, whole: Tensor | None) -> Tensor | None:
+    """What is left of ``rest`` without ``part``, as far as it matters beside ``whole``."""
+    if rest is None or part is None or whole is None:
+        return None
+    left = rest - part.float() * scale
+    return left.masked_fill_(left.abs() <= whole.abs() * 2**-25, 0.0)
 
 
 def pull_weighted(node: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -74,7 +98,7 @@ def pull_weighted(node: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]
 
 
 def differentiate(
-    first: Tensor | None, edge: tuple[Node, int], fixed: Iterable[Node] = (), weights: Tensor | None = None
+    first: Tensor | None, edge: Edge, fixed: Iterable[Node] = (), weights: Tensor | None = None
 ) -> Tensor | None:
     """d(Σ weights·first)/d(edge), by a nested backward that leaves the graph as it is; None if it is constant there.
 
@@ -82,14 +106,13 @@ def differentiate(
     """
     if first is None or not first.requires_grad:
         return None
-    handles = [node.register_prehook(_zeros) for node in fixed if node is not edge[0]]
+    handles = [on_arrival(node, _zeros) for node in fixed if node is not edge[0]]
     weights = torch.ones_like(first) if weights is None else weights
     try:
-        (result,) = torch.autograd.grad(first, GradientEdge(*edge), weights, retain_graph=True, allow_unused=True)
+        return nested_gradient(first, edge, weights)
     finally:
         for handle in handles:
             handle.remove()
-    return result
 
 
 def _zeros(grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:

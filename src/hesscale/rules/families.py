@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..workspace import LEAST, passing_room, squared
+from ..fast.chunking import Flattened, chunk_size, chunks, is_large, scratch_like
+from ..fast.workspace import scratch, squared
 from .calculus import added, pull, reduced
-from .pieces import Flattened, is_large, piece, pieces, room_for
 
 Curvatures = Sequence[Tensor | None]
 Factor = Tensor | float | None
@@ -29,9 +29,6 @@ class Rule(ABC):
 
     pointwise: bool = False
     """Each output element depends on one element of each input, at the same place (up to broadcasting)."""
-
-    needs_gradient: bool = True
-    """It has a residual. Otherwise it is never handed g, and need not wait for it."""
 
     exact: bool = True
     """Nothing is dropped inside the operation: its curvature is exact where the Hessian at its output is diagonal."""
@@ -53,18 +50,13 @@ class Selection(Rule):
 
     ``scaled``: each input element feeds at most one output, with any coefficient c; then Jᵀs ∘ Jᵀ1 = c²s.
     ``linear=False``: which elements are selected depends on their values (max, sort), so f is only piecewise linear.
-    ``by``: Jᵀ as a function, where that is a shorter way than over the node.
     """
 
     scaled: bool = False
     linear: bool = True
-    by: Callable[[Tensor], Tensor] | None = None
     pointwise: bool = False
-    needs_gradient: bool = False
 
     def __call__(self, node: Any, s: Curvatures, g: Curvatures, wanted: Sequence[torch.Size | None]) -> Curvatures:
-        if self.by is not None:
-            return (None if s[0] is None else self.by(s[0]),)
         if s[0] is None and all(entry is None for entry in s):
             return (None,) * len(wanted)
         moved = self._scaled(node, s) if self.scaled else pull(node, *s)
@@ -101,7 +93,7 @@ class Elementwise(Rule):
     torch's own backward, one more term, and that backward again: three sweeps over memory instead of seven. ``again``
     is that backward as a function of (gradient, t, grad_input=), which then needs no memory of its own.
     ``by_parts``: ``derivatives`` of one input, for some of its elements at a time: all that they read of the node are
-    numbers and tensors of the input's shape. Large inputs are then worked on in pieces.
+    numbers and tensors of the input's shape. Large inputs are then worked on in chunks.
     ``linear`` lists groups of inputs in which f is jointly linear: add ((0, 1),), mul ((0,), (1,)), div ((0,),).
     """
 
@@ -111,10 +103,6 @@ class Elementwise(Rule):
     again: Callable[..., Tensor] | None = None
     by_parts: bool = False
     pointwise: bool = True
-
-    @property
-    def needs_gradient(self) -> bool:  # type: ignore[override]
-        return self.derivatives is not None or self.ratio is not None
 
     def __call__(self, node: Any, s: Curvatures, g: Curvatures, wanted: Sequence[torch.Size | None]) -> Curvatures:
         s0, g0 = s[0], g[0]
@@ -183,21 +171,21 @@ def _by_parts(node: Any, derivatives: Callable[[Any], Any], s: Tensor | None, g:
     """As ``_whole``, some elements at a time."""
     like = s if g is None else g
     assert like is not None
-    result, transport = room_for(like), None
+    result, transport = scratch_like(like), None
     seen = Flattened(node, like.numel())
-    for part in pieces(like.numel(), piece(like)):
+    for part in chunks(like.numel(), chunk_size(like)):
         seen.part = part
         first, second = derivatives(seen)
         if first is None and s is not None and transport is None:
             transport = _pulled_twice(node, s)
-        s_part, g_part, room = _cut(s, part), _cut(g, part), result.view(-1)[part]
+        s_part, g_part, memory = _cut(s, part), _cut(g, part), result.view(-1)[part]
         if isinstance(first, Tensor) and isinstance(second, Tensor) and s_part is not None and g_part is not None:
-            torch.mul(first, first, out=room).mul_(s_part).addcmul_(g_part, second)
+            torch.mul(first, first, out=memory).mul_(s_part).addcmul_(g_part, second)
             continue
         total = added(_cut(transport, part), _curvature((first, second), s_part, g_part))
         if total is None:
             return None
-        room.copy_(total)
+        memory.copy_(total)
     return result
 
 
@@ -212,19 +200,16 @@ def _by_ratio(
     a, b, t = ratio
     if s is None:
         return None if g is None else pull(node, a * g if t is None else g * (a + b * t))[0]
-    room = None if again is None else passing_room(s)
-    inner = pull(node, s)[0] if again is None or room is None else again(s, t, grad_input=room)
+    memory = None if again is None else scratch(s)
+    inner = pull(node, s)[0] if again is None or memory is None else again(s, t, grad_input=memory)
     if inner is None:
         return None
-    inner = inner.clone() if inner.data_ptr() == s.data_ptr() else inner  # some backward may hand on what it was given
     if g is not None and a:
-        inner.add_(g, alpha=a)
+        inner = torch.add(inner, g, alpha=a, out=memory)
     if g is not None and t is not None:
-        inner.addcmul_(g, t, value=b)
-    if (
-        again is not None and type(inner) is Tensor and inner.nbytes >= LEAST
-    ):  # for less, the way over the node is faster
-        return again(inner, t, grad_input=inner)
+        inner = torch.addcmul(inner, g, t, value=b, out=memory)
+    if again is not None and memory is not None:
+        return again(inner, t, grad_input=memory)
     return pull(node, inner)[0]
 
 
@@ -249,16 +234,12 @@ class Bilinear(Rule):
 
     ``backward(node, s, wanted, *squares)`` returns one curvature per input; ``operands`` names the saved tensors whose
     squares it gets (None where torch did not save one because nothing needs it). ``linear`` as in Elementwise.
-    ``turned`` is ``backward`` for a last input that is the transpose of a matrix, as a linear layer's weight is: it
-    returns the curvature of that matrix.
     """
 
     backward: Callable[..., Curvatures]
     operands: tuple[str, ...]
     linear: tuple[tuple[int, ...], ...] = ((0,), (1,))
-    turned: Callable[..., Curvatures] | None = None
     pointwise: bool = False
-    needs_gradient: bool = False
 
     @functools.cached_property
     def _names(self) -> tuple[str, ...]:

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .calculus import LOW_PRECISION, added, differentiate, inputs_of, pull, pull_weighted
-from .families import Coupled, Curvatures, Selection
+from .calculus import added, differentiate, inputs_of, pull, pull_weighted
+from .families import Coupled, Curvatures
 from .table import register
 
 _NOT_ELEMENTWISE = (
@@ -49,11 +49,17 @@ def _refuse_coupled(node: Any, like: Tensor, slopes: Curvatures) -> None:
 register(Coupled(copy_slices, linear=True), "torch::autograd::CopySlices")
 
 
-def cast(node: Any, s: Tensor | None, g: Tensor | None) -> Tensor | None:
-    """A copy in another dtype or on another device. Curvature that comes to half precision stays in single."""
-    (moved,) = (None,) if s is None else pull(node, s)
-    return s.to(moved.device) if s is not None and moved is not None and moved.dtype in LOW_PRECISION else moved
+def cast(node: Any, s: Tensor | None, g: Tensor | None) -> Curvatures:
+    """A copy in another dtype or on another device, as it is: a cast to half precision would cost its digits."""
+    ((child, nr),) = node.next_functions
+    return (None if s is None else s.to(child._input_metadata[nr].device),)
 
 
-register(Selection(), "torch::autograd::CopyBackwards")
+def copy(node: Any, s: Tensor | None, g: Tensor | None) -> Curvatures:
+    """What was there before a copy is gone; what was copied in, as ``cast``."""
+    child, nr = node.next_functions[1]
+    return None, None if s is None or child is None else s.to(child._input_metadata[nr].device)
+
+
 register(Coupled(cast, linear=True, pointwise=True), "ToCopyBackward0")
+register(Coupled(copy, linear=True), "torch::autograd::CopyBackwards")

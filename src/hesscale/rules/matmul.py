@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..outer import transposed
-from ..workspace import last_product, product
+from ..fast.workspace import product
 from .calculus import added
 from .families import Bilinear, Coupled, Curvatures
 from .table import register
@@ -19,25 +17,21 @@ Shapes = Sequence[torch.Size | None]
 Square = Tensor | None
 
 
-def mm(node: Any, s: Tensor, wanted: Shapes, a2: Square, b2: Square, *, turned: bool = False) -> Curvatures:
-    """y = AB:  s (B²)ᵀ  and  (A²)ᵀ s, laid out like the transpose of a contiguous matrix if B is one.
-
-    ``turned``: in place of the latter its transpose, for a B = Wᵀ.
-    """
+def mm(node: Any, s: Tensor, wanted: Shapes, a2: Square, b2: Square) -> Curvatures:
+    """y = AB:  s (B²)ᵀ  and  (A²)ᵀ s, laid out like the transpose of a contiguous matrix if B is one."""
     left = right = None
     if wanted[0] is not None and b2 is not None:
         left = product(s, b2.mT)
     if wanted[1] is not None and a2 is not None:
         strides = node._saved_mat2_sym_strides
         is_transposed = len(strides) == 2 and strides[0] == 1 != strides[1]  # no strides: B needs no gradient
-        right = last_product(s.mT, a2) if is_transposed else last_product(a2.mT, s)
-        right = right if is_transposed == turned else transposed(right)
+        right = product(s.mT, a2).mT if is_transposed else product(a2.mT, s)
     return left, right
 
 
-def addmm(node: Any, s: Tensor, wanted: Shapes, a2: Square, b2: Square, *, turned: bool = False) -> Curvatures:
+def addmm(node: Any, s: Tensor, wanted: Shapes, a2: Square, b2: Square) -> Curvatures:
     """y = βC + αAB:  β²s summed to C,  α²s (B²)ᵀ  and  (A²)ᵀ α²s."""
-    factors = mm(node, _scaled(s, node._saved_alpha), wanted[1:], a2, b2, turned=turned)
+    factors = mm(node, _scaled(s, node._saved_alpha), wanted[1:], a2, b2)
     return _added(s, node._saved_beta, wanted[0]), *factors
 
 
@@ -135,8 +129,8 @@ def _unsqueezed(tensor: Tensor, dims: Sequence[int]) -> Tensor:
 
 
 _ADDED = ((0, 1), (0, 2))  # linear in the addend and in either factor
-register(Bilinear(mm, ("self", "mat2"), turned=partial(mm, turned=True)), "MmBackward0")
-register(Bilinear(addmm, ("mat1", "mat2"), _ADDED, turned=partial(addmm, turned=True)), "AddmmBackward0")
+register(Bilinear(mm, ("self", "mat2")), "MmBackward0")
+register(Bilinear(addmm, ("mat1", "mat2"), _ADDED), "AddmmBackward0")
 register(Bilinear(bmm, ("self", "mat2")), "BmmBackward0")
 register(Bilinear(baddbmm, ("batch1", "batch2"), _ADDED), "BaddbmmBackward0", "AddbmmBackward0")
 register(Bilinear(mv, ("self", "vec")), "MvBackward0")

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..fast.chunking import by_rows
 from .calculus import added
 from .families import Coupled, Curvatures
-from .pieces import by_rows
 from .table import register
 
 

@@ -1,4 +1,4 @@
-"""Reductions that are not sums: variance, norms, products."""
+"""Reductions with a rule of their own: variance, norms, products, and sums that torch would run in half precision."""
 
 from __future__ import annotations
 
@@ -175,10 +175,32 @@ def product(forward: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tensor |
     return curvature
 
 
+def nansum(node: Any, s: Tensor | None, g: Tensor | None) -> Tensor | None:
+    """Σ x without those that are nan."""
+    x = node._saved_self
+    return None if s is None else kept(s, x, reduced_dims(node, x)).expand_as(x).masked_fill(x.isnan(), 0.0)
+
+
+def cumsum(node: Any, s: Tensor | None, g: Tensor | None) -> Tensor | None:
+    """y_k = Σ_{i≤k} x_i:  Σ_{k≥i} s_k."""
+    dim = signed(node._saved_dim)
+    return s if s is None or not s.dim() else s.flip(dim).cumsum(dim).flip(dim)
+
+
+def extreme_of_all(node: Any, s: Tensor | None, g: Tensor | None) -> Tensor | None:
+    """The largest, smallest or middle one of all elements, shared evenly among equals."""
+    x, result = node._saved_self, node._saved_result
+    chosen = torch.where(result.isnan(), x.isnan(), x == result)
+    return None if s is None else chosen * (s / chosen.sum().square())
+
+
 def _product_over_dim(node: Any, x: Tensor) -> Tensor:
     return x.prod(signed(node._saved_dim), keepdim=node._saved_keepdim)
 
 
+register(Coupled(nansum, linear=True), "NansumBackward0")
+register(Coupled(cumsum, linear=True), "CumsumBackward0")
+register(Coupled(extreme_of_all), "MaxBackward1", "MedianBackward0", "MinBackward1", "NanmedianBackward0")
 register(Coupled(variance), "VarBackward0")
 register(Coupled(deviation), "StdBackward0")
 register(Coupled(with_mean(variance), outputs=2), "VarMeanBackward0")

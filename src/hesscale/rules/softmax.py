@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..fast.chunking import by_rows, is_large
 from .calculus import added, through_softmax
 from .families import Coupled, Elementwise, Pair, signed
-from .pieces import by_rows, is_large
 from .table import register
 
 

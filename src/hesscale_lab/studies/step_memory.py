@@ -15,7 +15,7 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from hesscale.workspace import release
+from hesscale.fast.workspace import release
 
 from ..tasks.cost_networks import Cell
 from .optimizer_steps import UNIT, Method, known_warnings

@@ -1,4 +1,4 @@
-"""Large tensors a piece at a time: what a rule computes on its way then stays in the cache, and needs little memory."""
+"""Large tensors in chunks: what a rule computes on its way then stays in the cache, and needs little memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor
 
-from ..workspace import passing_room
+from . import enabled
+from .workspace import scratch
 
 _CACHED: Final = 1 << 16  # elements, for each thread: some such tensors fit into the cache a core has for itself
 _HELD: Final = 1 << 22  # elements: other devices are slow to start and quick to sweep, only memory is a concern
@@ -16,27 +17,27 @@ _HELD: Final = 1 << 22  # elements: other devices are slow to start and quick to
 _PLAIN: Final = (Tensor, torch.nn.Parameter)
 
 
-def piece(x: Tensor) -> int:
+def chunk_size(x: Tensor) -> int:
     """How many elements to work on at a time where x is."""
     return _CACHED * torch.get_num_threads() if x.is_cpu else _HELD
 
 
 def is_large(x: Tensor) -> bool:
-    """Whether pieces pay. What is more than a tensor, such as one that is spread over processes, is left whole."""
+    """Whether chunks pay. What is more than a tensor, such as one that is spread over processes, is left whole."""
     count = x.numel()
-    return count >= 2 * _CACHED and count >= 2 * piece(x) and type(x) in _PLAIN
+    return count >= 2 * _CACHED and count >= 2 * chunk_size(x) and type(x) in _PLAIN and enabled()
 
 
-def pieces(rows: int, step: int) -> Iterator[slice]:
+def chunks(rows: int, step: int) -> Iterator[slice]:
     """All rows, so many at a time, at least one."""
     step = max(1, step)
     return (slice(start, start + step) for start in range(0, rows, step))
 
 
-def room_for(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+def scratch_like(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Memory for a result that is laid out like another tensor, lent where that is possible."""
-    room = passing_room(like) if dtype in (None, like.dtype) else None
-    return torch.empty_like(like, dtype=dtype) if room is None else room
+    memory = scratch(like) if dtype in (None, like.dtype) else None
+    return torch.empty_like(like, dtype=dtype) if memory is None else memory
 
 
 def by_rows(work: Callable[..., Sequence[Tensor | None]], *tables: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -50,11 +51,11 @@ def by_rows(work: Callable[..., Sequence[Tensor | None]], *tables: Tensor | None
         return tuple(work(*tables))
     table: Tensor | None = None
     small: list[Sequence[Tensor | None]] = []
-    for part in pieces(like.shape[0], piece(like) // max(1, like[0].numel())):
+    for part in chunks(like.shape[0], chunk_size(like) // max(1, like[0].numel())):
         found, *others = work(*(None if t is None else t[part] for t in tables))
         small.append(others)
         if found is not None:
-            table = room_for(like, found.dtype) if table is None else table
+            table = scratch_like(like, found.dtype) if table is None else table
             table[part] = found
     return table, *(None if rows[0] is None else torch.cat(rows) for rows in zip(*small, strict=True))
 

@@ -13,13 +13,13 @@ from __future__ import annotations
 import threading
 from itertools import chain
 from sys import getrefcount
-from typing import Final, final
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from .outer import Outer
+from . import enabled
 
 LEAST: Final = 1 << 18
 """Bytes from which memory is lent; less comes from torch without page faults."""
@@ -28,7 +28,7 @@ Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 """Size, strides and dtype."""
 
 _MOST_PASSING: Final = 1 << 22  # bytes, of what lives for one step of a pass
-_use_count = torch._C._storage_Use_Count
+_use_count: Final[Any] = getattr(torch._C, "_storage_Use_Count", None)  # without it nothing is lent
 _KEPT: Final = 4  # passes that a buffer may go unused; several models may take turns on shared layers
 _PLAIN: Final = (Tensor, nn.Parameter)
 
@@ -82,11 +82,9 @@ class Workspace:
     def __init__(self) -> None:
         self._shelves: dict[Layout, _Shelf] = {}
         self._pass = 0
-        self.factored = False
 
-    def begin_pass(self, *, factored: bool = False) -> None:
-        """Counts passes, and drops buffers that the last few did not need. ``factored``: see ``last_product``."""
-        self.factored = factored
+    def begin_pass(self) -> None:
+        """Counts passes, and drops buffers that the last few did not need."""
         self._pass += 1
         for layout, shelf in list(self._shelves.items()):
             shelf.last = 0
@@ -118,7 +116,7 @@ _LOCAL: Final = _Local()
 
 def workspace_of(leaf: Tensor) -> Workspace | None:
     """The workspace of this thread that goes with the memory of ``leaf``; None where nothing is lent."""
-    if not _is_plain(leaf):
+    if _use_count is None or not enabled() or not _is_plain(leaf):
         return None
     release()
     storage = leaf.untyped_storage()
@@ -153,20 +151,20 @@ def _lender(like: Tensor, nbytes: int) -> Workspace | None:
     return _LOCAL.current
 
 
-def passing_room(x: Tensor) -> Tensor | None:
+def scratch(x: Tensor) -> Tensor | None:
     """Memory for what stands in for x in the next step of a pass; None where torch should allocate it itself.
 
     Not where x is large: the images of a convolutional network would keep as much memory again between passes.
     """
-    return _room_like(x) if x.nbytes <= _MOST_PASSING else None
+    return _scratch_like(x) if x.nbytes <= _MOST_PASSING else None
 
 
 def squared(x: Tensor) -> Tensor:
     """x², laid out as x is."""
-    return torch.mul(x, x, out=_room_like(x))
+    return torch.mul(x, x, out=_scratch_like(x))
 
 
-def _room_like(x: Tensor) -> Tensor | None:
+def _scratch_like(x: Tensor) -> Tensor | None:
     lender = _lender(x, x.nbytes)
     return None if lender is None or not _is_dense(x) else lender.empty(x.shape, x.stride(), x.dtype)
 
@@ -178,15 +176,6 @@ def _is_dense(x: Tensor) -> bool:
         or (x.dim() == 2 and x.stride() == (1, x.shape[0]))
         or (x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last))
     )
-
-
-def last_product(a: Tensor, b: Tensor) -> Tensor:
-    """ab for two matrices, where no rule is likely to compute with it: of rank one it may stay a column and a row."""
-    if a.shape[1] == 1 and a.dtype == b.dtype and _is_plain(b):
-        lender = _lender(a, a.shape[0] * b.nbytes)
-        if lender is not None and lender.factored:
-            return Outer(a.reshape(-1).clone(), b.reshape(-1).clone())  # either may be a bias's curvature, too
-    return product(a, b)
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hesscale
-from hesscale import workspace
-from hesscale.workspace import Workspace, lend_from, product, squared, workspace_of
+from hesscale.fast import workspace
+from hesscale.fast.workspace import Workspace, lend_from, product, squared, workspace_of
 
 SIZE = (256, 256)  # in float32 more than workspace.LEAST
 LAYOUT = (SIZE, (256, 1))

@@ -1,4 +1,4 @@
-"""Large tensors a piece at a time: the same numbers, and room for a piece only."""
+"""Large tensors in chunks: the same numbers, and memory for a chunk only."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hesscale.rules import RULES, pieces
+from hesscale.fast import chunking
+from hesscale.rules import RULES
 
 ROWS, WIDTH = 512, 1024
-PIECE = 1 << 13
+CHUNK = 1 << 13
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu, tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -54,16 +55,16 @@ def curvature(name: str) -> tuple[Tensor, int]:
     with torch.no_grad(), Sizes() as sizes:
         found = RULES[node.name()](node, (s.view(y.shape), *others), (g.view(y.shape), *others), wanted)
     assert isinstance(found[0], Tensor)
-    return found[0], sum(size > 2 * PIECE for size in sizes.made)
+    return found[0], sum(size > 2 * CHUNK for size in sizes.made)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_only_the_result_is_large(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "is_large", lambda x: False)
+    monkeypatch.setattr(chunking, "is_large", lambda x: False)
     monkeypatch.setattr("hesscale.rules.families.is_large", lambda x: False)
     whole, _ = curvature(name)
     monkeypatch.undo()
-    monkeypatch.setattr(pieces, "_CACHED", PIECE // torch.get_num_threads())
+    monkeypatch.setattr(chunking, "_CACHED", CHUNK // torch.get_num_threads())
     found, large = curvature(name)
     torch.testing.assert_close(found, whole, rtol=1e-12, atol=1e-12)
     assert found.stride() == whole.stride()
@@ -79,7 +80,7 @@ def test_attention_matrices_are_never_there_as_a_whole(length: int) -> None:
     wanted = [q.shape, k.shape, v.shape, *(None for _ in node.next_functions[3:])]
     with torch.no_grad(), Sizes() as sizes:
         RULES[node.name()](node, seed, seed, wanted)
-    assert max(sizes.made) <= max(128 * length, pieces.piece(q))
+    assert max(sizes.made) <= max(128 * length, chunking.chunk_size(q))
 
 
 def test_channels_last_is_kept() -> None:

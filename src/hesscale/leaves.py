@@ -1,0 +1,89 @@
+"""Where curvature is kept: in ``p.curvature``, for as long as the gradient it belongs to.
+
+A pass adds to what is there if ``p.grad`` is still the gradient that earlier passes have filled, and starts afresh if
+it is another one, or has been set to zero. Curvature whose gradient is gone is cleared by the next pass of any model.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from sys import getrefcount
+from typing import Any, Final, final
+
+import torch
+from torch import Tensor
+
+from .rules.calculus import LOW_PRECISION
+
+_LOCK: Final = threading.Lock()  # two threads may run backward on the same parameters
+_ORPHANS: Final[list[tuple[dict[str, Any], Any]]] = []
+
+
+@final
+class _Mark(weakref.ref[Tensor]):
+    """A gradient that some curvature belongs to. It knows the leaf's attributes, not the leaf, which may be swapped."""
+
+    __slots__ = ("attributes", "key", "version")
+    attributes: dict[str, Any]
+    key: int
+    version: int
+
+
+_MARKS: Final[dict[int, _Mark]] = {}
+
+
+def _become_orphan(mark: Any) -> None:
+    _MARKS.pop(mark.key, None)
+    attributes = mark.attributes
+    if getrefcount(attributes) > 3:  # somebody beside the mark, this variable and the call: the leaf lives
+        _ORPHANS.append((attributes, attributes.get("curvature")))
+
+
+def clear_orphans() -> None:
+    """Sets ``p.curvature`` to None where the gradient it belongs to is gone."""
+    while _ORPHANS:
+        attributes, curvature = _ORPHANS.pop()
+        if curvature is not None and attributes.get("curvature") is curvature:
+            attributes["curvature"] = None
+
+
+def continues(leaf: Tensor) -> bool:
+    """Whether the curvature of a leaf belongs to its gradient as it is now, before torch adds to it."""
+    grad = leaf.grad
+    mark = None if grad is None else _MARKS.get(id(grad))
+    if grad is None or mark is None or mark() is not grad:
+        return False
+    if grad._version != mark.version and not bool(grad.any()):  # zero_grad(set_to_none=False)
+        del _MARKS[mark.key]
+        return False
+    return True
+
+
+def add(leaf: Any, s: Tensor, *, to_old: bool) -> None:
+    """Gives a leaf its curvature, once torch has written its gradient; ``to_old`` is what ``continues`` has said."""
+    with _LOCK, torch.no_grad():
+        old = getattr(leaf, "curvature", None) if to_old or continues(leaf) else None
+        leaf.curvature = s if old is None else old.to(s).add_(s)  # the model may have moved
+        if leaf.grad is not None:
+            mark = _Mark(leaf.grad, _become_orphan)
+            mark.attributes, mark.key, mark.version = leaf.__dict__, id(leaf.grad), leaf.grad._version
+            _MARKS[mark.key] = mark
+
+
+def storage_of(tensor: Tensor) -> int:
+    """What two tensors that share memory have in common."""
+    address: int = tensor.untyped_storage()._cdata
+    return address
+
+
+def owned(s: Tensor | None, like: Tensor, taken: set[int]) -> Tensor:
+    """``s`` laid out like ``like`` in memory of its own, which is added to ``taken``; zeros if there is no ``s``."""
+    if s is None or s._is_zerotensor():  # torch's zeros without memory
+        dtype = torch.float32 if like.dtype in LOW_PRECISION else like.dtype
+        return torch.zeros_like(like, dtype=dtype, requires_grad=False)
+    memory = storage_of(s)
+    if s.untyped_storage().nbytes() == s.nbytes and memory not in taken and s.stride() == like.stride():
+        taken.add(memory)
+        return s
+    return torch.empty_like(like, dtype=s.dtype, requires_grad=False).copy_(s)
