@@ -1,8 +1,7 @@
-"""Start here: the one walk that computes curvature beside PyTorch's own backward pass.
+"""Start here: what users call. Each function plans a pass over the graph of a loss, arms it, and has torch run backward.
 
-A hook before every node of the autograd graph gets the gradient g from torch, takes the curvature s that the node's
-consumers left for it, asks the node's rule for the curvature of each input, and leaves that for the nodes behind.
-The three methods are three ways to do so:
+While torch does, hooks at the nodes carry curvature along (walk.py): where to and by which rules was decided before
+(plan.py). The three methods are three ways to do so:
 
 - ``hesscale``     transport + residual everywhere (Elsayed & Mahmood, eqs. 5 and 6)
 - ``hesscale_gn``  the residual only in the loss: before ``output``, or as long as the way from the loss was linear
@@ -11,14 +10,13 @@ The three methods are three ways to do so:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from . import graph as graphs
-from .graph import Edge
+from .graph import edge_of, is_transformed
 from .plan import make_plan, method_named
 from .rules.fallback import fallback_named
 from .walk import Walk
@@ -34,23 +32,26 @@ def backward(
     *,
     method: str = "hesscale",
     output: Tensors | None = None,
+    inputs: Tensors | None = None,
     retain_graph: bool = False,
     missing: Missing = "raise",
     generator: torch.Generator | None = None,
 ) -> None:
     """Fills ``p.grad`` exactly as ``loss.backward()`` does, and ``p.curvature`` with the diagonal of the Hessian.
 
-    Curvature accumulates as gradients do, and starts afresh where ``p.grad`` is None. ``gradient`` and ``curvature``
-    seed the first and second derivative of whatever follows ``loss``; the former is needed if it is not a scalar.
+    Curvature accumulates as gradients do, and starts afresh when they do. ``gradient`` and ``curvature`` seed the first
+    and second derivative of whatever follows ``loss``; the former is needed if it is not a scalar. ``inputs``: only
+    these tensors, leaves or not, get a gradient and curvature, as in torch.
     ``output`` (for ``hesscale_gn`` only) is the network's output, where the loss begins; without it the loss reaches
     back to the first non-linear operation. ``missing`` says what becomes of operations without a rule: "raise" an
     error, "exact" (their own curvature by autograd, element by element: for small ones) or "sample" (one unbiased
     random probe, drawn from ``generator``).
     """
     _check_start(loss, gradient)
-    walk = _arm(loss, curvature, method, output, missing=missing, generator=generator)
+    chosen = None if inputs is None else _checked_inputs(inputs)
+    walk = _arm(loss, curvature, method, output, chosen, missing=missing, generator=generator, writes=True)
     try:
-        loss.backward(gradient, retain_graph=retain_graph)
+        loss.backward(gradient, retain_graph=retain_graph, inputs=chosen)
     except BaseException:
         walk.abort()
         raise
@@ -77,9 +78,25 @@ def attach(
     return loss
 
 
+@overload
+def diagonal(
+    y: Tensor, inputs: Tensors, gradient: Tensor | None = ..., curvature: Tensor | None = ..., **options: Any
+) -> tuple[Tensor | None, ...]: ...
+
+
+@overload
 def diagonal(
     y: Tensor,
-    inputs: Tensors,
+    inputs: Mapping[str, Tensor] | nn.Module,
+    gradient: Tensor | None = ...,
+    curvature: Tensor | None = ...,
+    **options: Any,
+) -> dict[str, Tensor | None]: ...
+
+
+def diagonal(
+    y: Tensor,
+    inputs: Tensors | Mapping[str, Tensor] | nn.Module,
     gradient: Tensor | None = None,
     curvature: Tensor | None = None,
     *,
@@ -88,28 +105,52 @@ def diagonal(
     retain_graph: bool = False,
     missing: Missing = "raise",
     generator: torch.Generator | None = None,
-) -> tuple[Tensor | None, ...]:
+) -> Any:
     """The curvature of ``y`` at each of ``inputs``, leaves or not, as ``torch.autograd.grad`` gives gradients.
 
-    None comes back for inputs that ``y`` does not depend on. No ``.grad`` and no ``.curvature`` is touched. Other
-    arguments as in ``backward``.
+    A tuple; or a dict, if ``inputs`` is one, or a module, whose parameters that require grad are meant. None comes back
+    for inputs that ``y`` does not depend on. No ``.grad`` and no ``.curvature`` is touched. Other arguments as in
+    ``backward``.
     """
-    inputs = _as_tuple(inputs)
-    if not inputs or not all(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in inputs):
+    if isinstance(inputs, nn.Module):
+        inputs = {name: p for name, p in inputs.named_parameters() if p.requires_grad}
+    if isinstance(inputs, Mapping):
+        found = diagonal(
+            y,
+            [*inputs.values()],
+            gradient,
+            curvature,
+            method=method,
+            output=output,
+            retain_graph=retain_graph,
+            missing=missing,
+            generator=generator,
+        )
+        return dict(zip(inputs, found, strict=True))
+    tensors = _checked_inputs(inputs)
+    _check_start(y, gradient)
+    walk = _arm(y, curvature, method, output, tensors, missing=missing, generator=generator)
+    try:
+        grads = torch.autograd.grad(y, tensors, gradient, retain_graph=retain_graph, allow_unused=True)
+    finally:
+        walk.disarm()
+    return walk.results(tensors, [grad is not None for grad in grads])
+
+
+def _checked_inputs(inputs: Tensors) -> tuple[Tensor, ...]:
+    tensors = _as_tuple(inputs)
+    if not tensors or not all(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in tensors):
         raise ValueError(
             "pass at least one input, and every input must be a tensor that requires grad when the forward pass runs"
         )
-    _check_start(y, gradient)
-    targets = [graphs.edge_of(tensor) for tensor in inputs]
-    walk = _arm(y, curvature, method, output, targets, missing=missing, generator=generator)
-    try:
-        grads = torch.autograd.grad(y, inputs, gradient, retain_graph=retain_graph, allow_unused=True)
-    finally:
-        walk.disarm()
-    return walk.results(targets, [None if grad is None else x for grad, x in zip(grads, inputs, strict=True)])
+    return tensors
 
 
 _NOT_A_SCALAR = "a tensor of shape {shape} is no scalar loss: reduce it, or seed it with gradient= (and curvature=)"
+_TRANSFORMED = (
+    "inside torch.func transforms (grad, vmap, ...) hesscale cannot walk the graph: call it outside, on tensors that "
+    "require grad"
+)
 _NO_GRAPH = "there is no graph to walk: the loss does not require grad (was it computed under no_grad, or detached?)"
 
 
@@ -128,6 +169,8 @@ def _check_start(y: Tensor, gradient: Tensor | None) -> None:
 def _check_seed(name: str, seed: Tensor | None, y: Tensor) -> None:
     if not isinstance(y, Tensor):
         raise TypeError(f"expected a tensor to start from, got {type(y).__name__}")
+    if is_transformed(y):
+        raise RuntimeError(_TRANSFORMED)
     if not y.requires_grad:
         raise RuntimeError(_NO_GRAPH)
     if seed is None:
@@ -143,11 +186,12 @@ def _arm(
     curvature: Tensor | None,
     method: str,
     output: Tensors | None,
-    targets: Sequence[Edge] | None = None,
+    inputs: Sequence[Tensor] | None = None,
     *,
     missing: Missing,
     generator: torch.Generator | None,
     starts_later: bool = False,
+    writes: bool = False,
 ) -> Walk:
     way = method_named(method)
     fallback = fallback_named(missing, generator)
@@ -156,5 +200,6 @@ def _arm(
     if not all(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in outputs):
         raise ValueError("output must be a tensor (or several) of the loss's graph")
     seeded = curvature is not None
+    targets = None if inputs is None else [edge_of(tensor) for tensor in inputs]
     plan, graph = make_plan(y, way, outputs=outputs, seeded=seeded, targets=targets, fallback=fallback)
-    return Walk(plan, graph, curvature, starts_later=starts_later)
+    return Walk(plan, graph, curvature, starts_later=starts_later, writes_to=(inputs or ()) if writes else ())

@@ -10,6 +10,7 @@ Names that torch does not document, what they are for, and what happens without 
   it starts and where it ends; an attached loss needs them
 - ``_get_graph_exec_group``, ``_set_graph_exec_group``: second derivatives inside a checkpoint read what the pass has
   recomputed; without them it is computed again, which selective checkpoints refuse
+- ``_functorch.is_functorch_wrapped_tensor``: refusing torch.func's transforms, which would fail otherwise
 - ``_storage_Use_Count`` (fast/workspace.py): only speed; without it no scratch memory is kept
 """
 
@@ -97,6 +98,11 @@ def edge_of(tensor: Tensor) -> Edge:
         return node, tensor.output_nr
     edge = torch.autograd.graph.get_gradient_edge(tensor)
     return edge.node, edge.output_nr
+
+
+def is_transformed(tensor: Tensor) -> bool:
+    """Whether a tensor lives inside a transform of torch.func, which hides its memory."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
 def leaf_of(node: Any) -> Tensor:

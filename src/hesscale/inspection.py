@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from .graph import LEAF, edge_of, trace
-from .plan import method_named
+from .plan import behind_nonlinear, method_named
 from .regions import find_regions
 from .wiring import wire
 
@@ -22,6 +22,7 @@ class Report:
     missing: dict[str, int]  # no rule: a pass would raise MissingRuleError
     shared: int  # tensors whose paths meet again later, beyond element-wise expressions: cross terms are dropped there
     regions: int  # element-wise expressions that part and meet again, treated exactly
+    loss: dict[str, int] = field(default_factory=dict)  # hesscale_gn: the operations whose residual counts
 
     def __str__(self) -> str:
         lines = []
@@ -30,12 +31,15 @@ class Report:
             lines += [f"  {name} x{count}" for name, count in names.items()]
         lines.append(f"element-wise expressions that meet again, exact: {self.regions}")
         lines.append(f"tensors read on several paths, summed without cross terms: {self.shared}")
+        if self.loss:
+            lines.append(f"the loss, as Gauss-Newton sees it without output=: {', '.join(self.loss)}")
         return "\n".join(lines)
 
 
 def check(loss: Tensor, *, method: str = "hesscale") -> Report:
     """What ``hesscale.backward(loss, method=method)`` would meet. Prints as a short table; nothing is run."""
-    table = method_named(method).rules
+    way = method_named(method)
+    table = way.rules
     if not isinstance(loss, Tensor) or not loss.requires_grad:
         raise RuntimeError("there is no graph to look at: the loss does not require grad")
     rows = trace(edge_of(loss)[0]).rows
@@ -50,4 +54,6 @@ def check(loss: Tensor, *, method: str = "hesscale") -> Report:
     several = (place for place in wiring.order if wiring.consumers[place] > 1 and len(wiring.shapes[place]) == 1)
     shared = sum(place not in inside for place in several)
     exact, approximated, missing = (dict(sorted(kinds[kind].items())) for kind in kinds)
-    return Report(exact, approximated, missing, shared=shared, regions=len(regions))
+    loss_places = set(wiring.order) - behind_nonlinear(wiring, rules) if way.gauss_newton else set()
+    ops = Counter(wiring.names[place] for place in wiring.order if place in loss_places and wiring.names[place] != LEAF)
+    return Report(exact, approximated, missing, shared=shared, regions=len(regions), loss=dict(ops))

@@ -112,7 +112,7 @@ def _plan(rows: tuple[Row, ...], question: Question, fallback: Rule | None = Non
     method, targets = question.method, frozenset(question.targets or ())
     wiring = wire(rows, question.targets)
     rules = look_up(rows, wiring.order, method.rules, fallback)
-    loss = set(wiring.order) - network_places(rows, wiring, rules, question) if method.gauss_newton else None
+    loss = set(wiring.order) - _network(rows, wiring, rules, question) if method.gauss_newton else None
     regions = find_regions(wiring, rules, frozenset(question.borders if method.gauss_newton else ()))
     inside = {place for region in regions.values() for place in region.places[1:]}
     stops = [
@@ -161,12 +161,15 @@ def look_up(rows: Sequence[Row], order: Sequence[int], table: RuleTable, fallbac
     return tuple(rules)
 
 
-def network_places(rows: Sequence[Row], wiring: Wiring, rules: Rules, question: Question) -> set[int]:
+def _network(rows: Sequence[Row], wiring: Wiring, rules: Rules, question: Question) -> set[int]:
     """Where Gauss-Newton drops the residual: behind ``output``, or else behind the first non-linear operation."""
     if question.borders:
         return behind(question.borders, rows)
-    if question.seeded:
-        return set(wiring.order)
+    return set(wiring.order) if question.seeded else behind_nonlinear(wiring, rules)
+
+
+def behind_nonlinear(wiring: Wiring, rules: Rules) -> set[int]:
+    """The places with a non-linear operation between them and the root: the network. What is before them is the loss."""
     network: set[int] = set()
     for place in wiring.order:
         rule = rules[place]

@@ -17,7 +17,7 @@ from torch import Tensor
 from . import graph as graphs
 from . import leaves
 from .fast.workspace import Workspace, lend_from, workspace_of
-from .graph import Edge, Graph, Link
+from .graph import Graph, Link
 from .plan import Method, Plan, Stop, make_plan
 from .regions import region_curvatures
 from .rules.calculus import View, widened
@@ -31,7 +31,7 @@ class Arrival(NamedTuple):
     """What has come to a leaf, and what to restore there if the pass fails."""
 
     leaf: Tensor
-    s: Tensor | None
+    s: Tensor | Link | None  # or where it is going to wait
     continues: bool  # its curvature so far belongs to its gradient so far
     grad: Tensor | None  # before the pass
     copy: Tensor | None  # of that, since torch adds to it in place
@@ -45,11 +45,20 @@ class Walk:
     runs is freed with its loss. All other hooks hold it weakly.
     """
 
-    def __init__(self, plan: Plan, graph: Graph, seed: Tensor | None, *, starts_later: bool = False) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        graph: Graph,
+        seed: Tensor | None,
+        *,
+        starts_later: bool = False,
+        writes_to: Sequence[Tensor] = (),  # targets that get a gradient and curvature, rather than ``results``
+    ) -> None:
         graphs.prepare_saved(graph.nodes)
         self._plan = plan
         self._starts_later = starts_later
         self._graph = None if starts_later else graph
+        self._writes_to = writes_to
         self._seed = None if seed is None else widened(seed.detach())
         self._pending: dict[Link, Tensor] = {}
         self._arrivals: list[Arrival] = []
@@ -106,7 +115,7 @@ class Walk:
         before = self._pending.get(link)
         self._pending[link] = curvature if before is None else before + curvature
 
-    def _arrive(self, leaf: Tensor, s: Tensor | None) -> None:
+    def _arrive(self, leaf: Tensor, s: Tensor | Link | None) -> None:
         grad = leaf.grad
         copy = None if grad is None else grad.detach().clone()
         self._arrivals.append(Arrival(leaf, s, leaves.continues(leaf), grad, copy))
@@ -133,6 +142,8 @@ class Walk:
             self._workspace.begin_pass()
         if self._seed is not None:
             self._pending[plan.start] = self._seed
+        for tensor in self._writes_to:
+            self._arrive(tensor, self._link(tensor))
         walk = weakref.ref(self)
         for stop in plan.stops[1:]:
             self._handles.append(graphs.on_arrival(self._graph.nodes[stop.place], _hook(walk, stop)))
@@ -158,19 +169,26 @@ class Walk:
         """Writes ``p.curvature`` wherever torch has written ``p.grad``."""
         taken = self._foreign_storages()
         for arrival in self._arrivals:
-            s = leaves.owned(arrival.s, arrival.leaf, taken)
-            leaves.add(arrival.leaf, s, to_old=arrival.continues)
+            s = self._pending.get(arrival.s) if isinstance(arrival.s, tuple) else arrival.s
+            leaves.add(arrival.leaf, leaves.owned(s, arrival.leaf, taken), to_old=arrival.continues)
         _remove_all(self._handles)
         if not self._plan.targets:
             self._forget()
 
-    def results(self, targets: Sequence[Edge], like: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-        """The curvature at each target, zeros where none arrived, None where ``like`` is None."""
-        assert self._graph is not None
-        taken, places = self._foreign_storages(), self._graph.places
-        found = [self._pending.get((places.get(node, -1), nr)) for node, nr in targets]
+    def results(self, targets: Sequence[Tensor], are_reached: Sequence[bool]) -> tuple[Tensor | None, ...]:
+        """The curvature at each target, zeros where none arrived, None where the target was not reached."""
+        taken = self._foreign_storages()
+        found = [self._pending.get(self._link(tensor)) for tensor in targets]
         self._forget()
-        return tuple(None if x is None else leaves.owned(s, x, taken) for s, x in zip(found, like, strict=True))
+        return tuple(
+            leaves.owned(s, tensor, taken) if is_reached else None
+            for s, tensor, is_reached in zip(found, targets, are_reached, strict=True)
+        )
+
+    def _link(self, tensor: Tensor) -> Link:
+        assert self._graph is not None
+        node, nr = graphs.edge_of(tensor)
+        return self._graph.places.get(node, -1), nr
 
     def _foreign_storages(self) -> set[int]:
         return set() if self._seed is None else {leaves.storage_of(self._seed)}
@@ -227,7 +245,7 @@ def _walk_rebuilt(rule: Rebuilt, node: View, s: Curvatures, g: Curvatures, metho
     walk = Walk(plan, graph, curvature)
     torch.autograd.grad(y, sources, torch.zeros_like(y) if gradient is None else gradient, allow_unused=True)
     walk.disarm()
-    found = dict(zip(map(id, sources), walk.results(targets, sources), strict=True))
+    found = dict(zip(map(id, sources), walk.results(sources, [True] * len(sources)), strict=True))
     return [None if leaf is None else found.get(id(leaf)) for leaf in inputs]
 
 
