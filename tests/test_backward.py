@@ -16,6 +16,7 @@ import hesscale
 from hesscale.plan import METHODS, Method
 from hesscale.rules.families import Curvatures, Rule
 from hesscale.rules.table import RULES, RuleTable
+from hesscale.testing import exact_diagonal
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -364,3 +365,60 @@ def test_a_softmax_inside_attention_is_not_the_loss(calls: Counter[tuple[str, bo
     assert calls["SoftmaxBackward0", False] == 1 and calls["SoftmaxBackward0", True] == 0
     assert calls["LogSoftmaxBackward0", True] == 1 and calls["LogSoftmaxBackward0", False] == 0
     assert w.curvature.min() >= 0  # a sum of squares
+
+
+def test_the_gradient_is_a_number_in_nested_derivatives() -> None:
+    """With create_graph=True g depends on x too; f'' is taken at a fixed g all the same."""
+    x = torch.tensor([0.5], dtype=torch.float64, requires_grad=True)
+    y = x * torch.sigmoid(x)
+    with warnings.catch_warnings(action="ignore"):  # torch's, of a reference cycle
+        hesscale.attach((y**3).sum()).backward(create_graph=True)
+    assert_close(x.curvature, exact_diagonal(((x * torch.sigmoid(x)) ** 3).sum(), x)[0])
+    x.grad = None
+
+
+def test_a_seed_may_require_grad() -> None:
+    x = torch.tensor([0.5, -1.0], dtype=torch.float64, requires_grad=True)
+    y = x * torch.sigmoid(x)
+    (found,) = hesscale.diagonal(y, x, gradient=x, curvature=x, retain_graph=True)
+    (plain,) = hesscale.diagonal(y, x, gradient=x.detach(), curvature=x.detach())
+    assert_close(found, plain)
+    assert not found.requires_grad
+
+    def write(x: Tensor) -> Tensor:
+        base = torch.zeros(4, dtype=torch.float64)
+        base[1:3] = x.sin()
+        return base
+
+    (found,) = hesscale.diagonal(write(x), x, gradient=torch.cat([x, x]))
+    (plain,) = hesscale.diagonal(write(x), x, gradient=torch.cat([x, x]).detach())
+    assert_close(found, plain)
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_backward_to_some_inputs(passes: int) -> None:
+    w, v = leaf(2, 3), leaf(2, 3, seed=1)
+    hidden = torch.tanh(w) * v
+    loss = hidden.sin().sum()
+    expected = hesscale.diagonal(loss, [w, hidden], retain_graph=True)
+    for _ in range(passes):
+        hesscale.backward(loss, inputs=[w, hidden], retain_graph=True)
+    assert_close([w.curvature, hidden.curvature], [passes * s for s in expected])
+    assert_close([w.grad, hidden.grad], [passes * g for g in torch.autograd.grad(loss, [w, hidden])])
+    assert v.grad is None and not hasattr(v, "curvature")
+
+
+def test_diagonals_by_name() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    model[2].bias.requires_grad_(False)
+    loss = model(random(5, 3)).square().mean()
+    expected = hesscale.diagonal(loss, [p for p in model.parameters() if p.requires_grad], retain_graph=True)
+    found = hesscale.diagonal(loss, model, retain_graph=True)
+    assert [*found] == ["0.weight", "0.bias", "2.weight"]
+    assert_close([*found.values()], [*expected])
+    assert_close(hesscale.diagonal(loss, {"bias": model[0].bias}), {"bias": expected[1]})
+
+
+def test_transforms_of_torch_func_are_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"torch\.func transforms"):
+        torch.func.grad(lambda w: hesscale.diagonal(w.sin().pow(3).sum(), w)[0].sum())(torch.ones(3))

@@ -1,6 +1,7 @@
 """Nothing outlives its pass: no graph, no model, no hook, no tensor, however a pass ends."""
 
 import gc
+import pickle
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hesscale
-from hesscale.plan import METHODS, Method
+from hesscale.plan import METHODS, Method, make_plan
 from hesscale.rules.table import RULES
 
 PASSES = 100
@@ -172,15 +173,31 @@ def test_a_hundred_passes_leave_as_much_as_one(run: Pass) -> None:
     assert [hooks_on(node) for node in leaves] == [0] * len(leaves)
 
 
-def test_an_armed_loss_is_freed_without_the_collector_when_it_has_run() -> None:
+@pytest.mark.parametrize(
+    "run", [by_backward, by_backward_retained, by_attach, by_attach_retained, by_attach_never_run, by_diagonal]
+)
+def test_a_graph_is_freed_without_the_collector(run: Pass) -> None:
     model = Network()
     loss, output = loss_of(model)
     watched = weakref.ref(loss), weakref.ref(output)
     gc.collect()
     gc.disable()
     try:
-        hesscale.attach(loss).backward()
+        run(loss, model)
         del loss, output
         assert watched[0]() is None and watched[1]() is None
     finally:
         gc.enable()
+
+
+def test_a_plan_grows_no_faster_than_its_graph() -> None:
+    """Counted in what a plan holds: a chain of nodes that need no gradient once took the square of their number."""
+    sizes = []
+    for length in (200, 400):
+        y = torch.ones(1, requires_grad=True)
+        for _ in range(length):
+            y = y + 1.0
+        sizes.append(
+            len(pickle.dumps([(stop.place, stop.inputs) for stop in make_plan(y, METHODS["hesscale"])[0].stops]))
+        )
+    assert sizes[1] < 2.5 * sizes[0]

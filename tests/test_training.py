@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import hesscale
 from hesscale.rules import RULES
@@ -118,6 +119,40 @@ def test_checkpoints(method: str) -> None:
 def test_checkpointed_expressions_that_meet_again() -> None:
     x = torch.randn(4, dtype=torch.float64, requires_grad=True)
     check_rule(lambda t: checkpoint(lambda z: z * torch.sigmoid(z), t, use_reentrant=False), x)
+
+
+def test_a_checkpoint_is_recomputed_once_however_many_expressions_meet_again() -> None:
+    calls = 0
+
+    def block(z: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        z = z * torch.sigmoid(z)
+        return z * torch.tanh(z)
+
+    x = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    hesscale.backward(checkpoint(block, x, use_reentrant=False).pow(3).sum())
+    assert calls == 2
+    (plain,) = hesscale.diagonal(block(x).pow(3).sum(), x)
+    torch.testing.assert_close(x.curvature, plain, rtol=1e-12, atol=1e-12)
+
+
+def test_selective_checkpoints_with_expressions_that_meet_again() -> None:
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        is_product = op == torch.ops.aten.mm.default
+        return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
+
+    weight = torch.randn(3, 3, dtype=torch.float64, requires_grad=True)
+
+    def block(z: Tensor) -> Tensor:
+        z = z @ weight
+        return z * torch.sigmoid(z)
+
+    x = torch.randn(4, 3, dtype=torch.float64)
+    context = partial(create_selective_checkpoint_contexts, policy)
+    hesscale.backward(checkpoint(block, x, use_reentrant=False, context_fn=context).pow(2).sum())
+    (plain,) = hesscale.diagonal(block(x).pow(2).sum(), weight)
+    torch.testing.assert_close(weight.curvature, plain, rtol=1e-12, atol=1e-12)
 
 
 def test_functional_calls() -> None:

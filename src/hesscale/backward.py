@@ -1,4 +1,4 @@
-"""Start here: what users call. Each function plans a pass over the graph of a loss, arms it, and has torch run backward.
+"""Start here: what users call. Each function plans a pass over the graph of a loss, arms it, and lets torch run it.
 
 While torch does, hooks at the nodes carry curvature along (walk.py): where to and by which rules was decided before
 (plan.py). The three methods are three ways to do so:
@@ -80,7 +80,16 @@ def attach(
 
 @overload
 def diagonal(
-    y: Tensor, inputs: Tensors, gradient: Tensor | None = ..., curvature: Tensor | None = ..., **options: Any
+    y: Tensor,
+    inputs: Tensors,
+    gradient: Tensor | None = ...,
+    curvature: Tensor | None = ...,
+    *,
+    method: str = ...,
+    output: Tensors | None = ...,
+    retain_graph: bool = ...,
+    missing: Missing = ...,
+    generator: torch.Generator | None = ...,
 ) -> tuple[Tensor | None, ...]: ...
 
 
@@ -90,7 +99,12 @@ def diagonal(
     inputs: Mapping[str, Tensor] | nn.Module,
     gradient: Tensor | None = ...,
     curvature: Tensor | None = ...,
-    **options: Any,
+    *,
+    method: str = ...,
+    output: Tensors | None = ...,
+    retain_graph: bool = ...,
+    missing: Missing = ...,
+    generator: torch.Generator | None = ...,
 ) -> dict[str, Tensor | None]: ...
 
 

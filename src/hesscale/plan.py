@@ -169,7 +169,7 @@ def _network(rows: Sequence[Row], wiring: Wiring, rules: Rules, question: Questi
 
 
 def behind_nonlinear(wiring: Wiring, rules: Rules) -> set[int]:
-    """The places with a non-linear operation between them and the root: the network. What is before them is the loss."""
+    """The network: places with a non-linear operation between them and the root. What is before them is the loss."""
     network: set[int] = set()
     for place in wiring.order:
         rule = rules[place]

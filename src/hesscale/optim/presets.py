@@ -32,9 +32,7 @@ class AdaHesScale(CurvatureScaled):
         """
 
         def curvature_pass() -> None:
-            curvature_backward(
-                loss, retain_graph=retain_graph, missing=missing, generator=generator
-            )
+            curvature_backward(loss, retain_graph=retain_graph, missing=missing, generator=generator)
 
         self._backward(loss, retain_graph, curvature_pass)
 

@@ -61,33 +61,36 @@ def _half_of(node: Any) -> torch.dtype | None:
 
 
 def _pull_in_parts(node: Any, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    """The same where grads must pass through half precision: J is linear, so that numbers of half precision which
-    together have all digits of a float32 are pulled one by one, the largest first, scaled to the middle of the range.
+    """The same where grads must pass through half precision: J is linear, so they are pulled a few digits at a time.
+
+    As whole numbers so small that half precision holds the sum of sixteen of them exactly, times a common scale.
     """
-    kind, dtype = _half_of(node), node._input_metadata[0].dtype
+    kind = _half_of(node)
+    assert kind is not None
+    dtype, largest = node._input_metadata[0].dtype, _LARGEST[kind]
     total: tuple[Tensor | None, ...] = ()
     rest = list(grads)
     for _ in range(_MOST_PARTS):
-        scale = max((float(t.abs().max()) for t in rest if t is not None and t.numel()), default=0.0)
+        scale = max((float(t.abs().max()) for t in rest if t is not None and t.numel()), default=0.0) / largest
         if total and not scale:
             break
-        scale = scale or 1.0
-        parts = [None if t is None else (t / scale).to(kind) for t in rest]
-        rest = [_remainder(t, p, scale, g) for t, p, g in zip(rest, parts, grads, strict=True)]
+        parts = [None if t is None else (t / (scale or 1.0)).round_() for t in rest]
+        rest = [_remainder(t, part, scale, whole) for t, part, whole in zip(rest, parts, grads, strict=True)]
         found = call(node, [None if part is None else part.to(dtype) for part in parts])
         found = tuple(None if t is None else widened(t) * scale for t in found)
         total = tuple(map(added, total, found)) if total else found
     return total
 
 
-_MOST_PARTS: Final = 32  # of 11 or 8 binary digits each: what float32 spans
+_LARGEST: Final = {torch.float16: 128, torch.bfloat16: 16}
+_MOST_PARTS: Final = 64  # all that float32 spans
 
 
 def _remainder(rest: Tensor | None, part: Tensor | None, scale: float, whole: Tensor | None) -> Tensor | None:
     """What is left of ``rest`` without ``part``, as far as it matters beside ``whole``."""
     if rest is None or part is None or whole is None:
         return None
-    left = rest - part.float() * scale
+    left = rest - part * scale
     return left.masked_fill_(left.abs() <= whole.abs() * 2**-25, 0.0)
 
 
