@@ -36,6 +36,7 @@ Link = tuple[int, int]
 Row = tuple[str, type, tuple[Link | None, ...], tuple[tuple[tuple[int, ...], torch.dtype, torch.device], ...]]
 """All there is to know of a node without the node: name, class, inputs, and shape, dtype and device of each output."""
 
+LOW_PRECISION: Final = frozenset((torch.bfloat16, torch.float16))
 LEAF = "torch::autograd::AccumulateGrad"
 
 _FREED = (
@@ -86,8 +87,10 @@ def trace(root: Node) -> Graph:
                 place = places[child] = len(nodes)
                 nodes.append(child)
             links.append((place, nr))
-        outputs = tuple((tuple(out.shape), out.dtype, out.device) for out in node._input_metadata)
-        rows.append((node.name(), type(node), tuple(links), outputs))
+        outputs = []
+        for out in node._input_metadata:
+            outputs.append((tuple(out.shape), out.dtype, out.device))
+        rows.append((node.name(), type(node), tuple(links), tuple(outputs)))
     return Graph(tuple(nodes), tuple(rows), places)
 
 
@@ -122,30 +125,25 @@ class _Nested(threading.local):
     depth = 0
 
 
-_NESTED: Final = _Nested()
+NESTED: Final = _Nested()
 
 
 def nested_gradient(y: Tensor, edge: Edge, weights: Tensor) -> Tensor | None:
     """d(Σ weights·y)/d(edge) by torch's engine, within a running pass; None if y does not depend on it.
 
-    No walk takes notice (``is_nested``), and what the pass has recomputed for a checkpoint is not computed again.
+    No walk takes notice (``NESTED.depth``), and what the pass has recomputed for a checkpoint is not computed again.
     """
     group: Any = getattr(torch._C, "_get_graph_exec_group", lambda: None)()
     set_group: Any = getattr(torch._C, "_set_graph_exec_group", lambda group: None)
     if group is None and running_backward() >= 0:
         set_group(running_backward())
-    _NESTED.depth += 1
+    NESTED.depth += 1
     try:
         (found,) = torch.autograd.grad(y, GradientEdge(*edge), weights, retain_graph=True, allow_unused=True)
     finally:
-        _NESTED.depth -= 1
+        NESTED.depth -= 1
         set_group(group)
     return found
-
-
-def is_nested() -> bool:
-    """Whether torch's engine is running on this thread for ``nested_gradient``."""
-    return _NESTED.depth > 0
 
 
 @cache
@@ -154,23 +152,38 @@ def saved_names(kind: type) -> tuple[str, ...]:
     return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
 
 
-def prepare_saved(nodes: Sequence[Any]) -> None:
-    """Raises if a saved tensor is gone, and lets checkpointed ones be read by a rule and by torch.
+def prepare_saved(graph: Graph) -> set[int]:
+    """The places of nodes that work in half precision, or may; raises if a saved tensor is gone.
 
-    Looks without unpacking, which might recompute a checkpoint.
+    Also lets checkpointed tensors be read twice, by a rule and by torch. Looks without unpacking, which might recompute
+    a checkpoint.
     """
-    for node in nodes:
-        kind: Any = type(node)
-        for name in saved_names(kind):
-            try:
+    half: set[int] = set()
+    for place, node in enumerate(graph.nodes):
+        _, kind, _, outputs = graph.rows[place]
+        for _, dtype, _ in outputs:
+            if dtype in LOW_PRECISION:
+                half.add(place)
+        try:
+            for name in saved_names(kind):
                 packed = getattr(node, name)
                 for one in packed if isinstance(packed, (tuple, list)) else (packed,):
-                    if one.unpack_hook is not None:
-                        _allow_second_reading(one.data)
-                    elif one.data is None:
-                        getattr(node, name.replace("_raw", "", 1))  # None if it was not needed, raises if it was freed
-            except RuntimeError:
-                raise RuntimeError(_FREED) from None
+                    if _is_half(one, node, name):
+                        half.add(place)
+        except RuntimeError:
+            raise RuntimeError(_FREED) from None
+    return half
+
+
+def _is_half(packed: Any, node: Any, name: str) -> bool:
+    data = packed.data
+    if packed.unpack_hook is not None:
+        _allow_second_reading(data)
+        return True  # there is no telling yet
+    if data is None:
+        getattr(node, name.replace("_raw", "", 1))  # None if it was not needed, raises if it was freed
+        return False
+    return data.dtype in LOW_PRECISION
 
 
 class _Kept(dict[int, Any]):

@@ -14,7 +14,7 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor
 
-from .rules.calculus import LOW_PRECISION
+from .graph import LOW_PRECISION
 
 _LOCK: Final = threading.Lock()  # two threads may run backward on the same parameters
 _ORPHANS: Final[list[tuple[dict[str, Any], Any]]] = []
@@ -63,11 +63,13 @@ def continues(leaf: Tensor) -> bool:
 def add(leaf: Any, s: Tensor, *, to_old: bool) -> None:
     """Gives a leaf its curvature, once torch has written its gradient; ``to_old`` is what ``continues`` has said."""
     with _LOCK, torch.no_grad():
-        old = getattr(leaf, "curvature", None) if to_old or continues(leaf) else None
+        grad = leaf.grad
+        to_old = to_old or (id(grad) in _MARKS and continues(leaf))  # another thread may have been faster
+        old = getattr(leaf, "curvature", None) if to_old else None
         leaf.curvature = s if old is None else old.to(s).add_(s)  # the model may have moved
-        if leaf.grad is not None:
-            mark = _Mark(leaf.grad, _become_orphan)
-            mark.attributes, mark.key, mark.version = leaf.__dict__, id(leaf.grad), leaf.grad._version
+        if grad is not None:
+            mark = _Mark(grad, _become_orphan)
+            mark.attributes, mark.key, mark.version = leaf.__dict__, id(grad), grad._version
             _MARKS[mark.key] = mark
 
 
@@ -82,8 +84,9 @@ def owned(s: Tensor | None, like: Tensor, taken: set[int]) -> Tensor:
     if s is None or s._is_zerotensor():  # torch's zeros without memory
         dtype = torch.float32 if like.dtype in LOW_PRECISION else like.dtype
         return torch.zeros_like(like, dtype=dtype, requires_grad=False)
-    memory = storage_of(s)
-    if s.untyped_storage().nbytes() == s.nbytes and memory not in taken and s.stride() == like.stride():
+    storage = s.untyped_storage()
+    memory = storage._cdata
+    if storage.nbytes() == s.nbytes and memory not in taken and s.stride() == like.stride():
         taken.add(memory)
         return s
     return torch.empty_like(like, dtype=s.dtype, requires_grad=False).copy_(s)

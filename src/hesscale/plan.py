@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from .errors import OPAQUE, MissingRuleError
-from .graph import LEAF, Edge, Graph, Link, Row, edge_of, trace
+from .graph import LEAF, LOW_PRECISION, Edge, Graph, Link, Row, edge_of, trace
 from .regions import Region, Rules, find_regions
 from .rules import BL89, RULES
-from .rules.calculus import LOW_PRECISION
 from .rules.families import Rule
 from .rules.table import RuleTable
 from .wiring import Wiring, behind, wire
@@ -64,6 +63,8 @@ class Stop:
     inputs: tuple[Link | None, ...]
     wanted: tuple[torch.Size | None, ...]  # shapes of the inputs
     is_loss: bool  # it is handed g, and with it its residual
+    is_target: bool  # the curvature of its outputs is asked for, too
+    nothing: tuple[None, ...]  # None for each output
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,8 @@ def _plan(rows: tuple[Row, ...], question: Question, fallback: Rule | None = Non
             inputs=wiring.edges[place],
             wanted=wiring.wanted[place],
             is_loss=loss is None or place in loss,
+            is_target=any(link[0] == place for link in targets),
+            nothing=(None,) * len(wiring.shapes[place]),
         )
         for place in wiring.order
         if place not in inside

@@ -1,14 +1,15 @@
 """One armed pass: hooks that carry curvature from node to node while torch runs its own backward.
 
-``visit`` is the algorithm: take what waits at a node's outputs, ask its rule, leave the answer at its inputs. Leaves
-keep what has arrived until torch is done, and are written then.
+``Walk.move`` is the algorithm: take what waits at a node's outputs, ask its rule, leave the answer at its inputs. What
+arrives at a leaf is written when torch is done.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, Final, NamedTuple, final
 
 import torch
@@ -54,7 +55,7 @@ class Walk:
         starts_later: bool = False,
         writes_to: Sequence[Tensor] = (),  # targets that get a gradient and curvature, rather than ``results``
     ) -> None:
-        graphs.prepare_saved(graph.nodes)
+        self._half = graphs.prepare_saved(graph)
         self._plan = plan
         self._starts_later = starts_later
         self._graph = None if starts_later else graph
@@ -63,66 +64,54 @@ class Walk:
         self._pending: dict[Link, Tensor] = {}
         self._arrivals: list[Arrival] = []
         self._handles: list[Any] = []
-        self._workspace: Workspace | None = None
-        self._scope: Callable[[], AbstractContextManager[None]] = nullcontext
+        self._lender_before: Workspace | None = None
+        self.scope: Callable[[], AbstractContextManager[None]] = nullcontext
+        self._is_mixed = False  # g may be in half precision, or have a graph of its own
         weakref.finalize(self, _remove_all, self._handles)  # a backward that fails elsewhere does not tell us
         self._arming = graphs.on_arrival(graph.nodes[0], self._start) if plan.stops else None
         if not plan.stops and self._seed is not None:  # the start itself is all that is asked for
             self._pending[plan.start] = self._seed
 
-    def visit(self, stop: Stop, grads: Sequence[Tensor | None]) -> None:
+    def move(self, stop: Stop, grads: Sequence[Tensor | None]) -> None:
         """Moves curvature over one node, for which torch has just computed the gradient g of its outputs."""
-        before = lend_from(self._workspace)
-        try:
-            with self._scope():
-                s = [self._taken(link) for link in stop.outputs]
-                g = [widened(grad.detach()) if stop.is_loss and grad is not None else None for grad in grads]
-                self._move(stop, s, g)
-        except BaseException:
-            self.abort()
-            raise
-        finally:
-            lend_from(before)
-
-    def _move(self, stop: Stop, s: Curvatures, g: Curvatures) -> None:
-        graph, plan = self._graph, self._plan
+        graph, pending = self._graph, self._pending
         assert graph is not None
-        node = graph.nodes[stop.place]
+        node: Any = graph.nodes[stop.place]
+        take: Callable[..., Tensor | None] = pending.get if stop.is_target else pending.pop
+        s = [*map(take, stop.outputs, stop.nothing)]
         if stop.rule is None:
-            self._arrive(graphs.leaf_of(node), s[0])
-        elif stop.region is not None:
-            for link, curvature in region_curvatures(stop.region, graph, s[0], g[0], plan.targets):
-                self._give(link, curvature)
-        else:
-            view = View(node)
-            if isinstance(stop.rule, Rebuilt):
-                curvatures = _walk_rebuilt(stop.rule, view, s, g, plan.method)
-            else:
-                curvatures = stop.rule(view, s, g, stop.wanted)
-            for input, curvature in zip(stop.inputs, curvatures, strict=True):
-                if input is not None:
-                    self._give(input, curvature)
-
-    def _taken(self, link: Link) -> Tensor | None:
-        return self._pending.get(link) if link in self._plan.targets else self._pending.pop(link, None)
-
-    def _give(self, link: Link, curvature: Tensor | None) -> None:
-        """Fan-out: what several consumers say of one tensor is added; their cross terms are what HesScale drops."""
-        if curvature is None:
+            self._arrive(node.variable, s[0])
             return
-        dtype = self._plan.dtypes[link]
-        curvature = curvature if curvature.dtype is dtype else curvature.to(dtype)
-        before = self._pending.get(link)
-        self._pending[link] = curvature if before is None else before + curvature
+        g: Curvatures = stop.nothing
+        if stop.is_loss:  # with create_graph=True g depends on x; f'' is wanted at this g
+            g = [None if grad is None else widened(grad.detach()) for grad in grads] if self._is_mixed else grads
+        seen = View(node) if stop.place in self._half else node
+        if stop.region is not None:
+            found: Iterable[tuple[Link | None, Tensor | None]] = region_curvatures(
+                stop.region, graph, s[0], g[0], self._plan.targets
+            )
+        elif isinstance(stop.rule, Rebuilt):
+            found = zip(stop.inputs, _walk_rebuilt(stop.rule, seen, s, g, self._plan.method), strict=True)
+        else:
+            found = zip(stop.inputs, stop.rule(seen, s, g, stop.wanted), strict=True)
+        for link, curvature in found:
+            if link is None or curvature is None:
+                continue
+            dtype, before = self._plan.dtypes[link], pending.get(link)
+            curvature = curvature if curvature.dtype is dtype else curvature.to(dtype)
+            # fan-out: what several consumers say of one tensor is added; their cross terms are what HesScale drops
+            pending[link] = curvature if before is None else before + curvature
 
     def _arrive(self, leaf: Tensor, s: Tensor | Link | None) -> None:
         grad = leaf.grad
-        copy = None if grad is None else grad.detach().clone()
-        self._arrivals.append(Arrival(leaf, s, leaves.continues(leaf), grad, copy))
+        if grad is None:
+            self._arrivals.append(Arrival(leaf, s, False, None, None))
+        else:
+            self._arrivals.append(Arrival(leaf, s, leaves.continues(leaf), grad, grad.detach().clone()))
 
     def _start(self, grads: Sequence[Tensor | None]) -> None:
         """The first visit, at the root: hooks the nodes behind it."""
-        if graphs.is_nested():
+        if graphs.NESTED.depth:
             return
         self._forget()
         plan = self._plan
@@ -130,24 +119,23 @@ class Walk:
             self._graph = graphs.trace(graphs.running_node())
             if not self._writes_anything():
                 return
-            graphs.prepare_saved(self._graph.nodes)
+            self._half = graphs.prepare_saved(self._graph)
         assert self._graph is not None
-        self._scope = nullcontext if graphs.is_plain_mode() else graphs.plain_mode
+        self.scope = nullcontext if graphs.is_plain_mode() else graphs.plain_mode
+        has_graph = any(grad is not None and grad.requires_grad for grad in grads)
+        self._is_mixed = has_graph or bool(self._half) or self.scope is not nullcontext
         self._refuse_second()
         leaves.clear_orphans()
         graphs.when_backward_ends(self._finish)
         if plan.owner is not None:
-            self._workspace = workspace_of(graphs.leaf_of(self._graph.nodes[plan.owner]))
-        if self._workspace is not None:
-            self._workspace.begin_pass()
+            self._lender_before = lend_from(workspace_of(graphs.leaf_of(self._graph.nodes[plan.owner])))
         if self._seed is not None:
             self._pending[plan.start] = self._seed
         for tensor in self._writes_to:
             self._arrive(tensor, self._link(tensor))
-        walk = weakref.ref(self)
-        for stop in plan.stops[1:]:
-            self._handles.append(graphs.on_arrival(self._graph.nodes[stop.place], _hook(walk, stop)))
-        self.visit(plan.stops[0], grads)
+        walk, nodes = weakref.ref(self), self._graph.nodes
+        self._handles += [nodes[stop.place].register_prehook(partial(_visit, walk, stop)) for stop in plan.stops[1:]]
+        _visit(walk, plan.stops[0], grads)
 
     def _writes_anything(self) -> bool:
         """Whether the running backward is going to accumulate gradients: torch.autograd.grad does not."""
@@ -168,9 +156,9 @@ class Walk:
     def _finish(self) -> None:
         """Writes ``p.curvature`` wherever torch has written ``p.grad``."""
         taken = self._foreign_storages()
-        for arrival in self._arrivals:
-            s = self._pending.get(arrival.s) if isinstance(arrival.s, tuple) else arrival.s
-            leaves.add(arrival.leaf, leaves.owned(s, arrival.leaf, taken), to_old=arrival.continues)
+        for leaf, waiting, continues, _, _ in self._arrivals:
+            s = self._pending.get(waiting) if isinstance(waiting, tuple) else waiting
+            leaves.add(leaf, leaves.owned(s, leaf, taken), to_old=continues)
         _remove_all(self._handles)
         if not self._plan.targets:
             self._forget()
@@ -213,17 +201,23 @@ class Walk:
         _remove_all(self._handles)
         self._pending.clear()
         self._arrivals.clear()
+        lend_from(self._lender_before)
+        self._lender_before = None
         if self._starts_later:
             self._graph = None
 
 
-def _hook(walk: weakref.ref[Walk], stop: Stop) -> Callable[[Sequence[Tensor | None]], None]:
-    def arrive(grads: Sequence[Tensor | None]) -> None:
-        running = walk()
-        if running is not None and not graphs.is_nested():
-            running.visit(stop, grads)
-
-    return arrive
+def _visit(walk: weakref.ref[Walk], stop: Stop, grads: Sequence[Tensor | None]) -> None:
+    """The hook of a node: moves curvature over it, or undoes the whole pass if that fails."""
+    running = walk()
+    if running is None or graphs.NESTED.depth:
+        return
+    try:
+        with running.scope():
+            running.move(stop, grads)
+    except BaseException:
+        running.abort()
+        raise
 
 
 def _remove_all(handles: list[Any]) -> None:
@@ -232,7 +226,7 @@ def _remove_all(handles: list[Any]) -> None:
     handles.clear()
 
 
-def _walk_rebuilt(rule: Rebuilt, node: View, s: Curvatures, g: Curvatures, method: Method) -> Curvatures:
+def _walk_rebuilt(rule: Rebuilt, node: Any, s: Curvatures, g: Curvatures, method: Method) -> Curvatures:
     """The curvature of a fused node's inputs: a walk of its own over the steps the node is made of."""
     with torch.enable_grad():
         outputs, inputs = rule.rebuild(node)

@@ -115,7 +115,7 @@ _LOCAL: Final = _Local()
 
 
 def workspace_of(leaf: Tensor) -> Workspace | None:
-    """The workspace of this thread that goes with the memory of ``leaf``; None where nothing is lent."""
+    """The workspace of this thread that goes with the memory of ``leaf``, for a new pass; None if nothing is lent."""
     if _use_count is None or not enabled() or not _is_plain(leaf):
         return None
     release()
@@ -123,6 +123,7 @@ def workspace_of(leaf: Tensor) -> Workspace | None:
     found = _LOCAL.by_memory.get(storage._cdata)
     if found is None:
         found = _LOCAL.by_memory[storage._cdata] = (StorageWeakRef(storage), Workspace())
+    found[1].begin_pass()
     return found[1]
 
 
@@ -144,9 +145,9 @@ def lend_from(workspace: Workspace | None) -> Workspace | None:
     return before
 
 
-def _lender(like: Tensor, nbytes: int) -> Workspace | None:
-    """The workspace for a result of so many bytes, made from ``like``; None where torch should allocate it itself."""
-    if nbytes < LEAST or torch.is_grad_enabled() or not _is_plain(like):
+def _lender(like: Tensor) -> Workspace | None:
+    """The workspace for a result made from ``like``; None where torch should allocate it itself."""
+    if torch.is_grad_enabled() or not _is_plain(like):
         return None
     return _LOCAL.current
 
@@ -156,16 +157,16 @@ def scratch(x: Tensor) -> Tensor | None:
 
     Not where x is large: the images of a convolutional network would keep as much memory again between passes.
     """
-    return _scratch_like(x) if x.nbytes <= _MOST_PASSING else None
+    return _scratch_like(x) if LEAST <= x.nbytes <= _MOST_PASSING else None
 
 
 def squared(x: Tensor) -> Tensor:
     """x², laid out as x is."""
-    return torch.mul(x, x, out=_scratch_like(x))
+    return torch.mul(x, x, out=None if x.nbytes < LEAST else _scratch_like(x))
 
 
 def _scratch_like(x: Tensor) -> Tensor | None:
-    lender = _lender(x, x.nbytes)
+    lender = _lender(x)
     return None if lender is None or not _is_dense(x) else lender.empty(x.shape, x.stride(), x.dtype)
 
 
@@ -181,5 +182,6 @@ def _is_dense(x: Tensor) -> bool:
 def product(a: Tensor, b: Tensor) -> Tensor:
     """ab for two matrices."""
     rows, columns = a.shape[0], b.shape[1]
-    lender = _lender(a, rows * columns * a.itemsize)
+    nbytes = rows * columns * a.itemsize
+    lender = None if nbytes < LEAST else _lender(a)
     return torch.mm(a, b, out=None if lender is None else lender.empty((rows, columns), (columns, 1), a.dtype))

@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from ..graph import Edge, call, nested_gradient, on_arrival
-
-LOW_PRECISION: Final = (torch.bfloat16, torch.float16)
+from ..graph import LOW_PRECISION, Edge, call, nested_gradient, on_arrival
 
 
 @final
@@ -50,6 +48,8 @@ def pull(node: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     for entry in found:
         if entry is not None and entry.dtype in LOW_PRECISION:
             return _pull_in_parts(raw, grads)  # one that casts without a word
+        if entry is not None and entry.is_sparse:
+            return tuple(t.to_dense() if t is not None and t.is_sparse else t for t in found)
     return found
 
 

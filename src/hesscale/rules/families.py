@@ -60,7 +60,10 @@ class Selection(Rule):
         if s[0] is None and all(entry is None for entry in s):
             return (None,) * len(wanted)
         moved = self._scaled(node, s) if self.scaled else pull(node, *s)
-        return [reduced(_dense(entry), shape) for entry, shape in zip(moved, wanted, strict=True)]
+        return [
+            entry if entry is None or entry.shape == shape else reduced(entry, shape)
+            for entry, shape in zip(moved, wanted, strict=True)
+        ]
 
     def _scaled(self, node: Any, s: Curvatures) -> Curvatures:
         total: list[Tensor | None] = [None] * len(node.next_functions)
@@ -222,10 +225,6 @@ def _curvature(pair: Pair, s: Tensor | None, g: Tensor | None) -> Tensor | None:
 
 def _times(s: Tensor, square: Tensor | float) -> Tensor:
     return s if isinstance(square, (int, float)) and square == 1 else s * square  # sums and differences: as it is
-
-
-def _dense(curvature: Tensor | None) -> Tensor | None:
-    return curvature.to_dense() if curvature is not None and curvature.is_sparse else curvature
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,8 @@ def adaptive_average(node: Any, s: Tensor | None, g: Tensor | None) -> Tensor | 
         windows = _window_sizes(x.shape[dim], s.shape[dim]).to(s)
         s = s / windows.reshape(-1, *[1] * (-dim - 1))
     aten = torch.ops.aten
-    return (aten._adaptive_avg_pool3d_backward if spatial == 3 else aten._adaptive_avg_pool2d_backward)(s, x)
+    found: Tensor = (aten._adaptive_avg_pool3d_backward if spatial == 3 else aten._adaptive_avg_pool2d_backward)(s, x)
+    return found
 
 
 def _spatial_dims(node: Any) -> int:
