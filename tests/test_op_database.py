@@ -1,8 +1,7 @@
-"""Every operation of torch's own database whose graph is a single node: exact, or refused by name."""
+"""Every operation of torch's own database: a single node is exact or refused by name, several are the recursion."""
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -12,13 +11,19 @@ import torch
 from torch import Tensor
 
 import hesscale
+from hesscale.graph import edge_of
+from hesscale.plan import Method, make_plan
 from hesscale.rules import RULES
+from hesscale.rules.fallback import ByAutograd
+from hesscale.rules.table import RuleTable
 from hesscale.testing import check_rule
+from hesscale.walk import Walk
 
 with warnings.catch_warnings(action="ignore"):
-    from torch.testing._internal.common_methods_invocations import op_db
+    from torch.testing._internal.common_methods_invocations import UnaryUfuncInfo, op_db
 
-LARGEST, SAMPLES = 60, 1
+SIZES, LARGEST_OUTPUT = (60, 150), 150
+"""How many numbers a sample may have; larger ones where there is no smaller."""
 
 REFUSED = {
     "_softmax_backward_data": "a backward formula, met only when gradients are differentiated",
@@ -52,15 +57,18 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(entry)
 
 
-def single_node_samples(op: Any) -> Iterator[tuple[Any, list[Tensor], str]]:
-    """Functions of one node, the leaves they read, and the node's name."""
+def samples_of(op: Any, largest: int) -> Iterator[tuple[Any, list[Tensor], list[Tensor]]]:
+    """Functions of real numbers, not too many, the leaves they read, and what they return."""
     for count, sample in enumerate(op.sample_inputs("cpu", torch.float64, requires_grad=True)):
         if count > 40:
             return
-        arguments, options = [sample.input, *sample.args], sample.kwargs
+        first = sample.input
+        if isinstance(op, UnaryUfuncInfo) and first.numel() > largest:
+            first = first.detach().reshape(-1)[:: first.numel() // 20].requires_grad_()  # as good as all of it
+        arguments, options = [first, *sample.args], sample.kwargs
         given = [*tensors_in(arguments), *tensors_in(list(options.values()))]
         leaves = [t for t in given if t.requires_grad]
-        if not leaves or sum(t.numel() for t in leaves) > LARGEST or any(t.is_complex() for t in given):
+        if not leaves or sum(t.numel() for t in leaves) > largest or any(t.is_complex() for t in given):
             continue
 
         def function(*_: Tensor, arguments: Any = arguments, options: Any = options) -> Any:
@@ -69,11 +77,18 @@ def single_node_samples(op: Any) -> Iterator[tuple[Any, list[Tensor], str]]:
             return outputs[0] if len(outputs) == 1 else outputs
 
         outputs = list(tensors_in(function()))
+        if outputs and not any(t.is_complex() for t in outputs) and sum(t.numel() for t in outputs) <= LARGEST_OUTPUT:
+            yield function, leaves, outputs
+
+
+def single_node_samples(op: Any, largest: int) -> Iterator[tuple[Any, list[Tensor], str]]:
+    """Functions of one node, the leaves they read, and the node's name."""
+    for function, leaves, outputs in samples_of(op, largest):
         nodes = {t.grad_fn for t in outputs}
-        if len(nodes) != 1 or any(t.is_complex() for t in outputs):
+        (node, *others) = nodes
+        if others or node is None:
             continue
-        (node,) = nodes
-        if node is not None and all(child is None or hasattr(child, "variable") for child, _ in node.next_functions):
+        if all(child is None or hasattr(child, "variable") for child, _ in node.next_functions):
             yield function, leaves, node.name()
 
 
@@ -84,29 +99,61 @@ def test_refused_operations_are_few() -> None:
 @pytest.mark.parametrize("name", sorted(OPS))
 @pytest.mark.filterwarnings("ignore")
 def test_operation(name: str) -> None:
-    tried = 0
-    with contextlib.suppress(ImportError):  # some operations want scipy for their samples
-        for function, leaves, node in single_node_samples(OPS[name]):
-            if tried == SAMPLES:
-                break
-            tried += 1
-            if node not in RULES:
-                assert name in REFUSED, f"{node} has no rule"
-                with pytest.raises(hesscale.MissingRuleError, match=node):
-                    hesscale.attach(next(tensors_in(function())))
-            elif name not in WRONG_IN_TORCH and RULES[node].exact:
-                with contextlib.suppress(OracleMissingError):
-                    checked(function, leaves)
-
-
-class OracleMissingError(Exception):
-    """torch cannot differentiate this operation twice."""
-
-
-def checked(function: Any, leaves: list[Tensor]) -> None:
+    if name in WRONG_IN_TORCH:
+        pytest.skip(WRONG_IN_TORCH[name])
     try:
-        check_rule(function, *leaves, tolerance=1e-7)
-    except (RuntimeError, NotImplementedError) as error:
-        if "is not implemented" in str(error):
-            raise OracleMissingError from error
-        raise
+        single = next((found for size in SIZES for found in single_node_samples(OPS[name], size)), None)
+        several = next(samples_of(OPS[name], SIZES[0]), None) if single is None else None
+    except ImportError:
+        pytest.skip("its samples want a package that is not here")
+    if single is not None:
+        check_node(name, *single)
+    elif several is not None:
+        check_composition(name, several[0], several[1])
+    else:
+        pytest.skip("it has no small sample of real numbers with a gradient")
+
+
+def check_node(name: str, function: Any, leaves: list[Tensor], node: str) -> None:
+    """One node is exact, or refused by name."""
+    if node not in RULES:
+        assert name in REFUSED, f"{node} has no rule"
+        with pytest.raises(hesscale.MissingRuleError, match=node):
+            hesscale.attach(next(tensors_in(function())))
+    elif RULES[node].exact:
+        try:
+            check_rule(function, *leaves, tolerance=1e-7)
+        except (RuntimeError, NotImplementedError) as error:
+            if "is not implemented" not in str(error):
+                raise
+            pytest.skip("torch cannot differentiate it twice, and the table of rules has its own test of it")
+    else:
+        pytest.skip("a kernel of several steps, with tests of its own")
+
+
+def check_composition(name: str, function: Any, leaves: list[Tensor]) -> None:
+    """Several nodes are the recursion over what autograd says of each of them, without any rule."""
+    y = torch.cat([t.reshape(-1) for t in tensors_in(function())])
+    report = hesscale.check(y.sum())
+    if report.missing:
+        assert name in REFUSED, f"no rule for {', '.join(report.missing)}"
+        with pytest.raises(hesscale.MissingRuleError):
+            hesscale.attach(y.sum())
+        return
+    if report.regions:
+        pytest.skip("expressions that meet again are more than the recursion over their nodes")
+    generator = torch.Generator().manual_seed(0)
+    g, s = (torch.randn(y.shape, generator=generator, dtype=y.dtype) for _ in range(2))
+    try:
+        plan, graph = make_plan(
+            y, Method(RuleTable()), seeded=True, targets=[edge_of(x) for x in leaves], fallback=ByAutograd()
+        )
+        walk = Walk(plan, graph, s)
+        torch.autograd.grad(y, leaves, g, retain_graph=True, allow_unused=True)
+        walk.disarm()
+    except NotImplementedError as error:
+        pytest.skip(f"autograd alone cannot: {str(error)[:100]}")
+    expected = walk.results(leaves, [True] * len(leaves))
+    found = hesscale.diagonal(y, leaves, g, s)
+    for x, ours, theirs in zip(leaves, found, expected, strict=True):
+        torch.testing.assert_close(torch.zeros_like(x) if ours is None else ours, theirs, rtol=1e-7, atol=1e-7)
