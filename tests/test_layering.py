@@ -36,7 +36,7 @@ NEVER = {
     "optim": {"estimators"},  # an optimizer reads p.curvature, whoever estimated it
 }
 FOREIGN = {"numpy", "matplotlib", "hesscale_lab"}
-SHARED_BY_RULES = ("calculus", "families", "fallback", "table")
+SHARED_BY_RULES = ("calculus", "probabilities", "families", "probing", "fallback", "table")
 """What rule files stand on, low to high."""
 
 FILES = sorted(LIBRARY.rglob("*.py"))

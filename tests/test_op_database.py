@@ -26,7 +26,6 @@ SIZES, LARGEST_OUTPUT = (60, 150), 150
 """How many numbers a sample may have; larger ones where there is no smaller."""
 
 REFUSED = {
-    "_softmax_backward_data": "a backward formula, met only when gradients are differentiated",
     "_unsafe_masked_index_put_accumulate": "made by decompositions, not by models",
     "nextafter": "has no derivative in torch",
     "nn.functional.linear_cross_entropy.chunked": "an operator whose backward torch generates in Python",

@@ -4,6 +4,13 @@ from collections.abc import Mapping
 
 __all__ = ["MissingRuleError"]
 
+COMPLEX = " (complex)"
+"""What the name of a node that reads or makes a complex tensor ends with: it has rules of its own, or none."""
+
+_LINEAR_CROSS_ENTROPY = (
+    "linear_cross_entropy in chunks keeps its gradients and nothing else: pass options=None, or call F.cross_entropy "
+    "on F.linear, on steps that need curvature."
+)
 OPAQUE = {
     "CompiledFunctionBackward": (
         "A torch.compile'd region is one opaque node, so no curvature can pass through it: call the uncompiled "
@@ -12,13 +19,24 @@ OPAQUE = {
     "CheckpointFunctionBackward": (
         "Reentrant checkpointing hides its graph: use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
     ),
-    "DifferentiableGraphBackward": "A torch.jit.script'ed part is opaque: call the unscripted model.",
+    "torch::jit::(anonymous namespace)::DifferentiableGraphBackward": (
+        "A torch.jit.script'ed part is opaque once it was optimized: call the unscripted model."
+    ),
+    "GeneratedBackwardFor_torch_nn__linear_cross_entropy_batch_chunked_defaultBackward": _LINEAR_CROSS_ENTROPY,
+    "GeneratedBackwardFor_torch_nn__linear_cross_entropy_batch_chunked_no_reduction_defaultBackward": (
+        _LINEAR_CROSS_ENTROPY
+    ),
     "torch::autograd::NotImplemented": "PyTorch itself has no derivative for one of these operations.",
 }
+_COMPLEX_ADVICE = (
+    "Of complex tensors only products, sums, views and their two parts have rules; a complex parameter can be kept as "
+    "a real one with a last dimension of two (torch.view_as_complex)."
+)
 _HOW_TO_REGISTER = (
     'Add a rule with hesscale.register(rule, "NodeName"), e.g. hesscale.register(hesscale.Selection(), "NodeName") '
-    "where every Jacobian entry is 0 or 1 (docs/adding-a-rule.md shows all families), or pass missing='exact' or "
-    "missing='sample' to have autograd work it out."
+    "where every Jacobian entry is 0 or 1 (docs/adding-a-rule.md shows all families). Or have autograd work it out: "
+    "missing='exact' for element-wise operations, autograd.Functions among them, and for small ones of any kind, "
+    "missing='sample' for all."
 )
 
 
@@ -28,7 +46,10 @@ class MissingRuleError(NotImplementedError):
     def __init__(self, counts: Mapping[str, int]) -> None:
         self.counts = dict(sorted(counts.items()))
         listed = ", ".join(f"{name} (x{count})" for name, count in self.counts.items())
-        advice = [OPAQUE[name] for name in self.counts if name in OPAQUE]
-        if len(advice) < len(self.counts):
+        unknown = [name for name in self.counts if name not in OPAQUE]
+        advice = list(dict.fromkeys(OPAQUE[name] for name in self.counts if name in OPAQUE))
+        if any(name.endswith(COMPLEX) for name in unknown):
+            advice.append(_COMPLEX_ADVICE)
+        if any(not name.endswith(COMPLEX) for name in unknown):
             advice.append(_HOW_TO_REGISTER)
         super().__init__(f"No curvature rule for: {listed}. Nothing was changed. " + " ".join(advice))

@@ -27,6 +27,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
+from .errors import COMPLEX
+
 Edge = tuple[Node, int]
 """A tensor of the graph: the node that made it and which of the node's outputs it is."""
 
@@ -91,7 +93,17 @@ def trace(root: Node) -> Graph:
         for out in node._input_metadata:
             outputs.append((tuple(out.shape), out.dtype, out.device))
         rows.append((node.name(), type(node), tuple(links), tuple(outputs)))
-    return Graph(tuple(nodes), tuple(rows), places)
+    return Graph(tuple(nodes), _with_complex_marked(rows), places)
+
+
+def _with_complex_marked(rows: Sequence[Row]) -> tuple[Row, ...]:
+    """The rows, with ``COMPLEX`` behind the names of nodes that read or make a complex tensor."""
+    made = {place for place, row in enumerate(rows) for _, dtype, _ in row[3] if dtype.is_complex}
+    if not made:
+        return tuple(rows)
+    read = {place for place, row in enumerate(rows) if any(link is not None and link[0] in made for link in row[2])}
+    marks = (COMPLEX if place in made | read else "" for place in range(len(rows)))
+    return tuple((row[0] + mark, *row[1:]) for mark, row in zip(marks, rows, strict=True))
 
 
 def edge_of(tensor: Tensor) -> Edge:
@@ -116,8 +128,23 @@ def leaf_of(node: Any) -> Tensor:
 
 def call(node: Any, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
     """Jᵀ grads, by the node's own backward formula: one tensor per input. Nothing is freed and no hook runs."""
-    result = node(*grads) if callable(node) else node.apply(*grads)
+    result = node(*grads) if callable(node) else node.apply(*_materialized(node, grads))
     return result if isinstance(result, tuple) else (result,)
+
+
+def _materialized(node: Any, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    """Zeros for what is missing, as torch hands them to a custom Function unless it has asked for None."""
+    given = [grad for grad in grads if grad is not None]
+    if not given or len(given) == len(grads) or _asks_for_none(type(node)._forward_cls):
+        return grads
+    pairs = zip(grads, node._input_metadata, strict=True)
+    return [given[0].new_zeros(tuple(output.shape)) if grad is None else grad for grad, output in pairs]
+
+
+def _asks_for_none(function: Any) -> bool:
+    """Whether the code of a Function says ``ctx.set_materialize_grads``; a node keeps that to itself."""
+    codes = (getattr(method, "__code__", None) for method in (function.forward, function.setup_context))
+    return any(code is not None and "set_materialize_grads" in code.co_names for code in codes)
 
 
 @final

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .errors import OPAQUE, MissingRuleError
+from .errors import COMPLEX, OPAQUE, MissingRuleError
 from .graph import LEAF, LOW_PRECISION, Edge, Graph, Link, Row, edge_of, trace
 from .regions import Region, Rules, find_regions
 from .rules import BL89, RULES
@@ -154,7 +154,7 @@ def look_up(rows: Sequence[Row], order: Sequence[int], table: RuleTable, fallbac
     for place in order:
         name, kind, _, _ = rows[place]
         rule = table.find(name, getattr(kind, "_forward_cls", None))
-        if rule is None and name != LEAF and name not in OPAQUE:
+        if rule is None and name != LEAF and name not in OPAQUE and not name.endswith(COMPLEX):
             rule = fallback
         if rule is None and name != LEAF:
             missing[name] += 1

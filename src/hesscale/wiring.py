@@ -7,9 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .graph import LEAF, Link, Row
-
-_COMPLEX = "hesscale works on real tensors only, and this graph holds a complex one (made by {name})."
+from .graph import Link, Row
 
 
 @dataclass(frozen=True)
@@ -27,9 +25,6 @@ class Wiring:
 
 def wire(rows: Sequence[Row], targets: Sequence[Link] | None = None) -> Wiring:
     """The graph from its root to ``targets`` (to all leaves if None), in an order fit for one sweep."""
-    for name, _, _, outputs in rows:
-        if any(dtype.is_complex for _, dtype, _ in outputs):
-            raise TypeError(_COMPLEX.format(name="a leaf" if name == LEAF else name))
     inputs = [row[2] for row in rows]
     consumers = [0] * len(rows)
     for link in (link for links in inputs for link in links if link is not None):

@@ -3,7 +3,10 @@
 from . import (
     activation,
     arithmetic,
+    complex_numbers,
     convolution,
+    ctc,
+    double_backward,
     elementwise,
     embedding,
     in_place,
@@ -13,13 +16,16 @@ from . import (
     matmul,
     normalization,
     pooling,
+    quantization,
     recurrent,
     reduction,
     selection,
+    special,
 )
 from .attention import BL89_ATTENTION
 from .softmax import BL89_SOFTMAX
 from .table import RULES as RULES
 from .table import register as register
+from .table import registered as registered
 
 BL89 = RULES.overlay(BL89_SOFTMAX).overlay(BL89_ATTENTION)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .calculus import added
+from .calculus import added, sigmoid_slope
 from .families import Coupled, Elementwise, Pair, Ratio, Selection, of_ratio, signed, unary
 from .table import register
 
@@ -17,15 +17,13 @@ register(of_ratio(1, -2, torch.ops.aten.sigmoid_backward.grad_input), "SigmoidBa
 
 def log_sigmoid(node: Any) -> Pair:
     """log σ(x):  −σ(1 − σ)."""
-    sigma = torch.sigmoid(node._saved_self)
-    return None, -sigma * (1 - sigma)
+    return None, sigmoid_slope(node._saved_self).neg_()
 
 
 def softplus(node: Any) -> Pair:
     """log(1 + e^(βx))/β:  β σ(βx)(1 − σ(βx)), and zero where torch returns x itself."""
     x, beta = node._saved_self, node._saved_beta
-    sigma = torch.sigmoid(beta * x)
-    return None, (beta * sigma * (1 - sigma)).masked_fill(beta * x > node._saved_threshold, 0.0)
+    return None, (beta * sigmoid_slope(beta * x)).masked_fill(beta * x > node._saved_threshold, 0.0)
 
 
 def elu(node: Any) -> Ratio:
@@ -65,20 +63,20 @@ def gelu(node: Any) -> Pair:
 
 
 def _gelu_tanh(x: Tensor) -> Pair:
-    """½x(1 + t), t = tanh u, u = k(x + cx³):  ½(1 + t) + ½x(1 − t²)u'  and  (1 − t²)(u' + ½x(u'' − 2t u'²))."""
-    k, c = math.sqrt(2 / math.pi), 0.044715
+    """xσ, σ = σ(u), u = 2k(x + cx³):  σ + xσ'u'  and  σ'(2u' + x(u'' + (1 − 2σ)u'²)), σ' = σ(1 − σ)."""
+    k, c = 2 * math.sqrt(2 / math.pi), 0.044715
     square = x.square()
-    t = torch.tanh(k * x * (1 + c * square))
-    first, second, half = k * (1 + 3 * c * square), 6 * k * c * x, x / 2
-    slope = 1 - t * t
-    return (1 + t) / 2 + half * slope * first, slope * (first + half * (second - 2 * t * first.square()))
+    u = k * x * (1 + c * square)
+    first, second = k * (1 + 3 * c * square), 6 * k * c * x
+    sigma, others = torch.sigmoid(u), torch.sigmoid(-u)
+    slope = sigma * others
+    return sigma + x * slope * first, slope * (2 * first + x * (second + (others - sigma) * first.square()))
 
 
 def silu(node: Any) -> Pair:
     """xσ(x):  σ + xσ(1 − σ)  and  σ(1 − σ)(2 + x(1 − 2σ))."""
     x = node._saved_self
-    sigma = torch.sigmoid(x)
-    slope = torch.addcmul(sigma, sigma, sigma, value=-1)
+    sigma, slope = torch.sigmoid(x), sigmoid_slope(x)
     first = torch.addcmul(sigma, x, slope)
     return first, sigma.mul_(-2).add_(1).mul_(x).add_(2).mul_(slope)
 
@@ -86,8 +84,9 @@ def silu(node: Any) -> Pair:
 def mish(node: Any) -> Pair:
     """x·w, w = tanh(softplus(x)):  w + x(1 − w²)σ  and  (1 − w²)σ(2 + x(1 − σ) − 2xwσ)."""
     x = node._saved_self
-    sigma, w = torch.sigmoid(x), torch.tanh(torch.nn.functional.softplus(x))
-    slope = (1 - w * w) * sigma
+    sigma, softplus = torch.sigmoid(x), torch.nn.functional.softplus(x)
+    w = softplus.tanh()
+    slope = sigma / softplus.cosh().square()  # 1 − tanh² keeps no digits where tanh is close to one
     return w + x * slope, slope * (2 + x * (1 - sigma) - 2 * x * w * sigma)
 
 
@@ -108,8 +107,7 @@ def glu(node: Any, s: Tensor | None, g: Tensor | None) -> Tensor:
     """a·σ(b) for the halves a and b of one input:  σ²s,  and  (aσ')²s + aσ''g."""
     dim = signed(node._saved_dim)
     a, b = node._saved_self.chunk(2, dim)
-    sigma = torch.sigmoid(b)
-    slope = sigma * (1 - sigma)
+    sigma, slope = torch.sigmoid(b), sigmoid_slope(b)
     first = torch.zeros_like(a) if s is None else sigma.square() * s
     transport = None if s is None else (a * slope).square() * s
     residual = None if g is None else a * slope * (1 - 2 * sigma) * g
@@ -144,5 +142,6 @@ register(
     "ReluBackward0",
     "SoftshrinkBackward0",
     "ThresholdBackward0",
+    "ThresholdBackward1",
 )
 register(Elementwise(linear=((0,),)), "NativeDropoutBackward0")

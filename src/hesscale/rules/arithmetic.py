@@ -88,15 +88,22 @@ def hypot(node: Any) -> Pairs:
     """r = √(x² + y²):  (x/r, (1 − (x/r)²)/r), and the same in y."""
     r = node._saved_result
     # torch saves an input only if that input needs a gradient
-    ratios = (None if t is None else _real(t) / r for t in (node._saved_self, node._saved_other))
-    return tuple(_NONE if ratio is None else (ratio, (1 - ratio.square()) / r) for ratio in ratios)
+    x, y = (None if t is None else _real(t) / r for t in (node._saved_self, node._saved_other))
+    return _hypot(x, y, r), _hypot(y, x, r)
+
+
+def _hypot(ratio: Tensor | None, other: Tensor | None, r: Tensor) -> Pair:
+    if ratio is None:
+        return _NONE
+    return ratio, (1 - ratio.square() if other is None else other.square()) / r  # the same, but for rounding
 
 
 def logaddexp(node: Any, base: float = math.e) -> Pairs:
     """log(b^x + b^y), p = σ((x − y) log b):  (p, p(1−p) log b),  (1−p, p(1−p) log b)."""
-    p = torch.sigmoid((node._saved_self - node._saved_other) * math.log(base))
-    bend = p * (1 - p) * math.log(base)
-    return (p, bend), (1 - p, bend)
+    gap = (node._saved_self - node._saved_other) * math.log(base)
+    p, others = torch.sigmoid(gap), torch.sigmoid(-gap)
+    bend = p * others * math.log(base)
+    return (p, bend), (others, bend)
 
 
 def xlogy(node: Any, shift: float = 0.0) -> Pairs:

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from ..fast.chunking import chunk_size, chunks
-from .calculus import added, through_softmax
+from .calculus import added
 from .families import Coupled, Curvatures
+from .probabilities import spread, through_softmax
 from .table import register
 
 _ROWS = 128  # of an attention matrix that are worth a matrix product
@@ -29,7 +30,7 @@ Softmax = Callable[[Tensor, Tensor | None, Tensor | None], Tensor | None]
 
 def elementwise(q: Tensor, s: Tensor | None, g: Tensor | None) -> Tensor | None:
     """Softmax as Becker & LeCun (1989) would have it:  f' = q − q²,  f'' = f'(1 − 2q)."""
-    first = q - q * q
+    first = spread(q, -1)
     transport = None if s is None else first.square() * s
     return added(transport, None if g is None else first * (1 - 2 * q) * g)
 

@@ -134,24 +134,13 @@ def added(first: Tensor | None, second: Tensor | None) -> Tensor | None:
     return first + second
 
 
+def sigmoid_slope(x: Tensor) -> Tensor:
+    """σ(x)(1 − σ(x)) as σ(x)σ(−x), which keeps its digits where σ is close to one."""
+    return torch.sigmoid(x).mul_(torch.sigmoid(-x))
+
+
 def reduced(curvature: Tensor | None, shape: torch.Size | None) -> Tensor | None:
     """Summed over places an input was broadcast to; expanded where an output was reduced and f'' is constant."""
     if curvature is None or shape is None or curvature.shape == shape:
         return curvature
     return curvature.expand(torch.broadcast_shapes(curvature.shape, shape)).sum_to_size(shape)
-
-
-def through_softmax(q: Tensor, s: Tensor | None, g: Tensor | None, dim: int = -1) -> Tensor | None:
-    """The curvature of x in q = softmax(x):  q²(s − 2qs + Σ q²s) + q(1 − 2q)(g − Σ qg).
-
-    That is  q(q Σ q²s + (1 − 2q)(qs + g − Σ qg)), which takes fewer sweeps.
-    """
-    if s is None and g is None:
-        return None
-    qs = None if s is None else q * s
-    inner = added(qs, None if g is None else g - (q * g).sum(dim, keepdim=True))
-    assert inner is not None
-    result = torch.addcmul(inner, q, inner, value=-2)
-    if qs is not None:
-        result.addcmul_(q, (q * qs).sum(dim, keepdim=True))
-    return result.mul_(q)

@@ -6,12 +6,9 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from .families import Elementwise, Pair, of_input, of_ratio, of_result, unary
 from .table import register
-
-_HALF_SQRT_PI = math.sqrt(math.pi) / 2
 
 # exponentials, logarithms and roots
 register(of_ratio(1, 0), "ExpBackward0")
@@ -29,15 +26,15 @@ register(of_result(lambda y: 2 * y**3), "ReciprocalBackward0")
 register(of_input(lambda x: -x.sin()), "SinBackward0")
 register(of_input(lambda x: -x.cos()), "CosBackward0")
 register(of_result(lambda y: 2 * y * (1 + y * y)), "TanBackward0")
-register(of_input(lambda x: x / (1 - x * x) ** 1.5), "AsinBackward0")
-register(of_input(lambda x: -x / (1 - x * x) ** 1.5), "AcosBackward0")
+register(of_input(lambda x: x / ((1 - x) * (1 + x)) ** 1.5), "AsinBackward0")
+register(of_input(lambda x: -x / ((1 - x) * (1 + x)) ** 1.5), "AcosBackward0")
 register(of_input(lambda x: -2 * x / (1 + x * x).square()), "AtanBackward0")
 register(of_input(torch.sinh), "SinhBackward0")
 register(of_input(torch.cosh), "CoshBackward0")
 register(of_ratio(0, -2, torch.ops.aten.tanh_backward.grad_input), "TanhBackward0")
 register(of_input(lambda x: -x / (1 + x * x) ** 1.5), "AsinhBackward0")
-register(of_input(lambda x: -x / (x * x - 1) ** 1.5), "AcoshBackward0")
-register(of_input(lambda x: 2 * x / (1 - x * x).square()), "AtanhBackward0")
+register(of_input(lambda x: -x / ((x - 1) * (x + 1)) ** 1.5), "AcoshBackward0")
+register(of_input(lambda x: 2 * x / ((1 - x) * (1 + x)).square()), "AtanhBackward0")
 
 # gamma functions
 register(of_input(lambda x: torch.polygamma(1, x)), "LgammaBackward0")
@@ -66,27 +63,6 @@ def multigamma(node: Any) -> Pair:
     return None, torch.polygamma(1, node._saved_self.unsqueeze(-1) - halves).sum(-1)
 
 
-def inverse_erf(node: Any) -> Pair:
-    """y = erf⁻¹(x):  f' = √π/2 e^(y²),  f'' = 2y f'²."""
-    y = torch.erfinv(node._saved_self)
-    first = _HALF_SQRT_PI * y.square().exp()
-    return first, 2 * y * first.square()
-
-
-def inverse_normal(node: Any) -> Pair:
-    """y = Φ⁻¹(x):  f' = √(2π) e^(y²/2),  f'' = y f'²."""
-    y = node._saved_result
-    first = math.sqrt(2 * math.pi) * (y.square() / 2).exp()
-    return first, y * first.square()
-
-
-def log_normal(node: Any) -> Pair:
-    """log Φ(x):  f' = φ(x)/Φ(x),  f'' = −f'(x + f')."""
-    x = node._saved_self
-    first = (-x.square() / 2 - node._saved_result).exp() / math.sqrt(2 * math.pi)
-    return first, -first * (x + first)
-
-
 def logit(node: Any) -> Pair:
     """log(x/(1−x)):  (2x−1)/(x(1−x))², and zero where eps has clamped x."""
     x, eps = node._saved_self, node._saved_eps
@@ -95,60 +71,20 @@ def logit(node: Any) -> Pair:
 
 
 def sinc(node: Any) -> Pair:
-    """sin(πx)/(πx):  −(π sin(πx) + 2f')/x, by its series −π²/3 + π⁴x²/10 − π⁶x⁴/168 around zero."""
+    """sin(a)/a, a = πx:  f' = (cos a − f)/x,  f'' = −(π sin a + 2f')/x, and by their series around zero."""
     x = node._saved_self
-    angle = math.pi * x
-    first = (angle.cos() - torch.sinc(x)) / x
-    series = -(math.pi**2) / 3 + math.pi**4 * x**2 / 10 - math.pi**6 * x**4 / 168 + math.pi**8 * x**6 / 6480
-    return None, torch.where(x.abs() < 0.02, series, -(math.pi * angle.sin() + 2 * first) / x)
+    rest = math.pi * (x - 2 * (x / 2).round())  # a but for full turns, which single precision would not leave out
+    sine = rest.sin()
+    first = (rest.cos() - sine / (math.pi * x)) / x
+    second = -(math.pi * sine + 2 * first) / x
+    near, small = x.abs() < 0.15, (math.pi * x.clamp(-0.15, 0.15)).square()
+    series = [sum(c * small**k for k, c in enumerate(terms)) for terms in (_SINC_FIRST, _SINC_SECOND)]
+    return torch.where(near, series[0] * x, first), torch.where(near, series[1], second)
 
 
-def erf(node: Any) -> Pair:
-    """erf(x):  −4x/√π e^(−x²)."""
-    x = node._saved_self
-    return None, -2 * x * (-x.square()).exp() / _HALF_SQRT_PI
-
-
-def erfc(node: Any) -> Pair:
-    """1 − erf(x)."""
-    first, second = erf(node)
-    return first, None if second is None else -second
-
-
-def scaled_erfc(node: Any) -> Pair:
-    """e^(x²) erfc(x):  f' = 2xf − 2/√π,  f'' = 2f + 2xf'."""
-    x, y = node._saved_self, node._saved_result
-    first = 2 * x * y - 1 / _HALF_SQRT_PI
-    return first, 2 * y + 2 * x * first
-
-
-def bessel_i0(node: Any) -> Pair:
-    """I₀(x):  f' = I₁,  f'' = I₀ − I₁/x."""
-    x = node._saved_self
-    return None, torch.special.i0(x) - _over(torch.special.i1(x), x, 0.5)
-
-
-def bessel_i1(node: Any) -> Pair:
-    """I₁(x):  f' = I₀ − I₁/x,  f'' = I₁ − f'/x + I₁/x²."""
-    x, y = node._saved_self, node._saved_result
-    ratio = _over(y, x, 0.5)
-    return None, y - _over(torch.special.i0(x) - 2 * ratio, x, 0.0)
-
-
-def scaled_bessel_i0(node: Any) -> Pair:
-    """e^(−|x|) I₀(x), with i₁ = e^(−|x|) I₁:  f'' = 2f − 2 sign(x) i₁ − i₁/x."""
-    x, y = node._saved_self, node._saved_result
-    i1 = torch.special.i1e(x)
-    return None, 2 * y - 2 * x.sign() * i1 - _over(i1, x, 0.5)
-
-
-def scaled_bessel_i1(node: Any) -> Pair:
-    """e^(−|x|) I₁(x), with i₀ = e^(−|x|) I₀, t = sign(x) + 1/x:  f' = i₀ − ft,  f'' = f − sign(x) i₀ − f't + f/x²."""
-    x, y = node._saved_self, node._saved_result
-    i0, sign = torch.special.i0e(x), x.sign()
-    first = i0 - y * (sign + 1 / x)
-    second = y - sign * i0 - first * (sign + 1 / x) + y / x.square()
-    return None, second.masked_fill(x == 0, 0.0)
+# of Σ (−1)^k (πx)^(2k)/(2k+1)!, differentiated once (and divided by x) and twice
+_SINC_FIRST = [math.pi**2 * (-1) ** k * 2 * k / math.factorial(2 * k + 1) for k in range(1, 8)]
+_SINC_SECOND = [c * (2 * k - 1) for k, c in enumerate(_SINC_FIRST, 1)]
 
 
 def entropy(node: Any) -> Pair:
@@ -156,27 +92,12 @@ def entropy(node: Any) -> Pair:
     return None, -1 / node._saved_self
 
 
-def _over(numerator: Tensor, x: Tensor, limit: float) -> Tensor:
-    """numerator/x, and ``limit`` at x = 0."""
-    return torch.where(x == 0, limit, numerator / x)
-
-
 register(unary(power), "PowBackward0")
 register(unary(exponential), "PowBackward2")
 register(unary(polygamma), "PolygammaBackward0")
 register(unary(multigamma), "MvlgammaBackward0")
-register(unary(erf), "ErfBackward0")
-register(unary(erfc), "ErfcBackward0")
-register(unary(scaled_erfc), "SpecialErfcxBackward0")
-register(unary(inverse_erf), "ErfinvBackward0")
-register(unary(inverse_normal), "SpecialNdtriBackward0")
-register(unary(log_normal), "SpecialLogNdtrBackward0")
 register(unary(logit), "LogitBackward0")
 register(unary(sinc), "SincBackward0")
-register(unary(bessel_i0), "I0Backward0")
-register(unary(bessel_i1), "SpecialI1Backward0")
-register(unary(scaled_bessel_i0), "SpecialI0EBackward0")
-register(unary(scaled_bessel_i1), "SpecialI1EBackward0")
 register(unary(entropy), "SpecialEntrBackward0")
 
 # piecewise linear

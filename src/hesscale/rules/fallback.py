@@ -11,8 +11,10 @@ from torch import Tensor
 
 from .calculus import added, differentiate, inputs_of, pull, pull_weighted
 from .families import Curvatures, Rule
+from .probing import diagonal_of, separate_slopes
 
 _LIMIT = 4096
+_ERROR = "torch::autograd::Error"  # what @once_differentiable puts in place of a derivative
 
 
 def fallback_named(name: str, generator: torch.Generator | None) -> Rule | None:
@@ -30,29 +32,55 @@ def fallback_named(name: str, generator: torch.Generator | None) -> Rule | None:
 
 @dataclass(frozen=True)
 class ByAutograd(Rule):
-    """Transport and residual element by element: one backward per output, one double backward per input."""
+    """Transport and residual by autograd, in a few runs where a node turns out to be element-wise.
+
+    Any other is gone through element by element: one backward per output, one double backward per input.
+    """
 
     limit: int = _LIMIT
 
     def __call__(self, node: Any, s: Curvatures, g: Curvatures, wanted: Sequence[torch.Size | None]) -> Curvatures:
-        self._refuse_large(node, s, g, wanted)
-        transports: Curvatures = [None] * len(wanted)
-        for outputs, weight in _unit_vectors(s):
-            rows = [None if row is None else weight * row.square() for row in pull(node, *outputs)]
-            transports = [added(total, row) for total, row in zip(transports, rows, strict=True)]
-        firsts = pull_weighted(node, *g) if any(grad is not None for grad in g) else (None,) * len(wanted)
+        transports = self._transports(node, s) if any(entry is not None for entry in s) else [None] * len(wanted)
+        firsts = _weighted(node, g) if any(grad is not None for grad in g) else (None,) * len(wanted)
         return [
-            added(transport, None if shape is None else _second(node, edge, first))
+            added(transport, None if shape is None else self._second(node, edge, first))
             for edge, shape, transport, first in zip(node.next_functions, wanted, transports, firsts, strict=True)
         ]
 
-    def _refuse_large(self, node: Any, s: Curvatures, g: Curvatures, wanted: Sequence[torch.Size | None]) -> None:
-        sizes = [tensor.numel() for tensor in (*s, *g) if tensor is not None]
-        sizes += [shape.numel() for shape in wanted if shape is not None]
-        if max(sizes, default=0) > self.limit:
+    def _transports(self, node: Any, s: Curvatures) -> Curvatures:
+        slopes = separate_slopes(node, s)
+        if slopes is not None:
+            pairs = zip(slopes, pull(node, *s), strict=True)
+            return [None if slope is None or moved is None else slope * moved for slope, moved in pairs]
+        self._refuse_large(node, sum(entry.numel() for entry in s if entry is not None))
+        transports: Curvatures = [None] * len(node.next_functions)
+        for outputs, weight in _unit_vectors(s):
+            rows = [None if row is None else weight * row.square() for row in pull(node, *outputs)]
+            transports = [added(total, row) for total, row in zip(transports, rows, strict=True)]
+        return transports
+
+    def _second(self, node: Any, edge: Any, first: Tensor | None) -> Tensor | None:
+        """d first_i / d x_i for every i."""
+        if first is None or not first.requires_grad:
+            return None
+        like = torch.zeros_like(first, memory_format=torch.contiguous_format, requires_grad=False)
+        found = diagonal_of(lambda weights: _differentiated(node, edge, first, weights), like)
+        if found is not None:
+            return found
+        self._refuse_large(node, like.numel())
+        for i in range(first.numel()):
+            unit = torch.zeros_like(like)
+            unit.view(-1)[i] = 1.0
+            row = _differentiated(node, edge, first, unit)
+            if row is not None:
+                like.view(-1)[i] = row.reshape(-1)[i]
+        return like
+
+    def _refuse_large(self, node: Any, size: int) -> None:
+        if size > self.limit:
             raise NotImplementedError(
-                f"{node.name()} works on {max(sizes)} elements, too many to go through one by one (the limit is "
-                f"{self.limit}): pass missing='sample', or register a rule for it."
+                f"{node.name()} is not element-wise and works on {size} elements, too many to go through one by one "
+                f"(the limit is {self.limit}): pass missing='sample', or register a rule for it."
             )
 
     def is_linear(self, wanted: Sequence[torch.Size | None]) -> bool:
@@ -69,18 +97,12 @@ def _unit_vectors(s: Curvatures) -> Iterator[tuple[list[Tensor | None], Tensor]]
             yield [unit if i == j else None for j in range(len(s))], entry.reshape(-1)[k]
 
 
-def _second(node: Any, edge: Any, first: Tensor | None) -> Tensor | None:
-    """d first_i / d x_i for every i."""
-    if first is None or not first.requires_grad:
-        return None
-    result = torch.zeros_like(first, memory_format=torch.contiguous_format, requires_grad=False)
-    for i in range(first.numel()):
-        unit = torch.zeros_like(result)
-        unit.view(-1)[i] = 1.0
-        row = _differentiated(node, edge, first, unit)
-        if row is not None:
-            result.view(-1)[i] = row.reshape(-1)[i]
-    return result
+def _weighted(node: Any, g: Curvatures) -> Curvatures:
+    """Jᵀg as a function of the inputs; raises where a Function says that it is not to be differentiated again."""
+    firsts = pull_weighted(node, *[None if grad is None else grad.detach().requires_grad_() for grad in g])
+    if any(first is not None and first.grad_fn is not None and first.grad_fn.name() == _ERROR for first in firsts):
+        raise NotImplementedError(f"{node.name()} is marked once_differentiable, so it needs a rule.")
+    return firsts
 
 
 def _differentiated(node: Any, edge: Any, first: Tensor, weights: Tensor) -> Tensor | None:
@@ -105,7 +127,7 @@ class BySampling(Rule):
             weighted = [None if v is None or t is None else v * t for v, t in zip(signs, s, strict=True)]
             pairs = zip(pull(node, *weighted), pull(node, *signs), strict=True)
             transports = [None if a is None or b is None else a * b for a, b in pairs]
-        firsts = pull_weighted(node, *g) if any(grad is not None for grad in g) else (None,) * len(wanted)
+        firsts = _weighted(node, g) if any(grad is not None for grad in g) else (None,) * len(wanted)
         return [
             added(transport, None if shape is None else self._residual(node, edge, first))
             for edge, shape, transport, first in zip(node.next_functions, wanted, transports, firsts, strict=True)

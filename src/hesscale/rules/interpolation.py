@@ -1,4 +1,4 @@
-"""Interpolation along one to three dimensions: a linear map that is a product of one small matrix per dimension."""
+"""Interpolation, a linear map that is a product of one small matrix per dimension, and the grids it may start from."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .families import Coupled
@@ -45,6 +46,17 @@ def _matrix(upsample: Upsample, node: Any, lengths: Any, axis: int, scale: float
     return result.mT
 
 
+def affine_grid(node: Any, s: Tensor | None, g: Tensor | None) -> Tensor | None:
+    """Places x of an image, moved by one matrix each:  y = θ(x, 1),  so  Σ_x (x, 1)² s  for θ."""
+    if s is None:
+        return None
+    dims = s.shape[-1]
+    units = torch.zeros(dims + 1, dims, dims + 1, dtype=s.dtype, device=s.device)
+    units[:, 0] = torch.eye(dims + 1, dtype=s.dtype, device=s.device)  # each asks for one coordinate of all places
+    places = F.affine_grid(units, [dims + 1, *node._saved_size[1:]], node._saved_align_corners)[..., 0]
+    return s.flatten(1, -2).mT @ places.flatten(1).square().mT
+
+
 _TWO, _THREE = ("scales_h", "scales_w"), ("scales_d", "scales_h", "scales_w")
 _aten = torch.ops.aten
 register(separable(_aten.upsample_linear1d, ("scales",)), "UpsampleLinear1DBackward0")
@@ -53,3 +65,4 @@ register(separable(_aten.upsample_bicubic2d, _TWO), "UpsampleBicubic2DBackward0"
 register(separable(_aten.upsample_trilinear3d, _THREE), "UpsampleTrilinear3DBackward0")
 register(separable(_aten._upsample_bilinear2d_aa, _TWO), "UpsampleBilinear2DAaBackward0")
 register(separable(_aten._upsample_bicubic2d_aa, _TWO), "UpsampleBicubic2DAaBackward0")
+register(Coupled(affine_grid, linear=True), "AffineGridGeneratorBackward0")

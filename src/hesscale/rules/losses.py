@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .calculus import added, pull
+from .calculus import added, pull, sigmoid_slope
 from .families import Coupled, Elementwise, Factor, Pair, Selection
 from .table import register
 
@@ -62,13 +62,13 @@ def binary_cross_entropy(node: Any) -> Pairs:
 
 
 def binary_cross_entropy_with_logits(node: Any) -> Pairs:
-    """w((1−t)x + l·softplus(−x)), l = 1 + (v−1)t:  f'' = w l σ(1−σ);  linear in t."""
+    """w((1−t)x + l·softplus(−x)), l = 1 + (v−1)t:  w((1−t)σ − vt(1−σ)),  w l σ(1−σ);  linear in t."""
     x, t, positive = node._saved_self, node._saved_target, node._saved_pos_weight
-    weight, sigma = _weight(node), torch.sigmoid(x)
-    excess: Tensor | float = 0.0 if positive is None else positive - 1
-    level = 1 + excess * t
-    pair = weight * ((1 - t) - level * (1 - sigma)), weight * level * sigma * (1 - sigma)
-    return pair, (weight * (excess * F.softplus(-x) - x), None)
+    weight, sigma, others = _weight(node), torch.sigmoid(x), torch.sigmoid(-x)
+    gain: Tensor | float = 1.0 if positive is None else positive
+    first = weight * ((1 - t) * sigma - gain * t * others)
+    second = weight * (1 + (gain - 1) * t) * sigma * others
+    return (first, second), (weight * ((gain - 1) * F.softplus(-x) - x), None)
 
 
 def _weight(node: Any) -> Tensor | float:
@@ -79,8 +79,8 @@ def _weight(node: Any) -> Tensor | float:
 def soft_margin(node: Any) -> Pairs:
     """log(1 + e^(−tx)):  −tσ(−tx),  t²σ(1−σ)."""
     t, c = node._saved_target, _reduction(node)
-    sigma = torch.sigmoid(-t * node._saved_self)
-    return ((-c * t * sigma, c * t.square() * sigma * (1 - sigma)),)
+    tx = t * node._saved_self
+    return ((-c * t * torch.sigmoid(-tx), c * t.square() * sigmoid_slope(tx)),)
 
 
 def margins(node: Any, s: Tensor | None, g: Tensor | None) -> Tensor | None:

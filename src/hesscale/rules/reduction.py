@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .calculus import added
 from .families import Coupled, Curvatures, signed
+from .probabilities import complement, spread
 from .table import register
 
 
@@ -85,7 +86,7 @@ def all_distances(node: Any, s: Tensor | None, g: Tensor | None) -> Curvatures:
     gaps = node._saved_x1.unsqueeze(-2) - node._saved_x2.unsqueeze(-3)
     r, s, g = (None if t is None else t.unsqueeze(-1) for t in (node._saved_result, s, g))
     assert r is not None
-    each = _norm(gaps, r, float(node._saved_p), (-1,), gaps.shape, s, g)
+    each = _norm(gaps, r, float(getattr(node, "_saved_p", 2)), (-1,), gaps.shape, s, g)
     return (None, None) if each is None else (each.sum(-2), each.sum(-3))
 
 
@@ -107,7 +108,7 @@ def _order(node: Any) -> float:
 def _norm(
     x: Tensor, r: Tensor, p: float, dims: Sequence[int], shape: torch.Size, s: Tensor | None, g: Tensor | None
 ) -> Tensor | None:
-    """With u = |x|/r:  f' = ±u^(p−1),  f'' = (p − 1)(u^(p−2) − f'²)/r.
+    """With u = |x|/r:  f' = ±u^(p−1),  f'' = (p − 1)(u^(p−2) − f'²)/r = (p − 1) u^(p−2) (1 − u^p)/r.
 
     Sums over ``shape``: an input that was broadcast before the norm moves several x at once.
     """
@@ -120,8 +121,11 @@ def _norm(
     transport = None if s is None else first.square() * s
     if g is None or p == 1:
         return transport
-    bend = (u.pow(p - 2).masked_fill(r == 0, 0.0).sum_to_size(shape) - first.square()) * ((p - 1) / r)
-    return added(transport, bend.masked_fill(r == 0, 0.0) * g)
+    if shape == x.shape:  # u^p sums to one
+        bend = u.pow(p - 2) * complement(u.pow(p), [*dims])
+    else:
+        bend = u.pow(p - 2).masked_fill(r == 0, 0.0).sum_to_size(shape) - first.square()
+    return added(transport, (bend * ((p - 1) / r)).masked_fill(r == 0, 0.0) * g)
 
 
 def _extreme(x: Tensor, r: Tensor, dims: Sequence[int], shape: torch.Size, s: Tensor | None) -> Tensor | None:
@@ -137,7 +141,7 @@ def logsumexp(node: Any, s: Tensor | None, g: Tensor | None) -> Tensor | None:
     dims = reduced_dims(node, x)
     q = (x - kept(node._saved_result, x, dims)).exp()
     transport = None if s is None else q.square() * kept(s, x, dims)
-    return added(transport, None if g is None else (q - q.square()) * kept(g, x, dims))
+    return added(transport, None if g is None else spread(q, dims).mul_(kept(g, x, dims)))
 
 
 def log_cumsum_exp(node: Any, s: Tensor | None, g: Tensor | None) -> Tensor | None:
@@ -209,7 +213,7 @@ register(
 )
 register(Coupled(norm), "LinalgVectorNormBackward0", "NormBackward0", "NormBackward1")
 register(Coupled(distance), "DistBackward0")
-register(Coupled(all_distances), "CdistBackward0")
+register(Coupled(all_distances), "CdistBackward0", "EuclideanDistBackward0")
 register(Coupled(own_distances), "PdistBackward0")
 register(Coupled(logsumexp), "LogsumexpBackward0")
 register(Coupled(log_cumsum_exp), "LogcumsumexpBackward0")

@@ -9,19 +9,25 @@ import torch
 from torch import Tensor
 
 from ..fast.chunking import by_rows, is_large
-from .calculus import added, through_softmax
+from .calculus import added
 from .families import Coupled, Elementwise, Pair, signed
+from .probabilities import apart, complement, spread, through_softmax
 from .table import register
 
 
 def log_softmax(y: Tensor, s: Tensor | None, g: Tensor | None, dim: int = -1) -> Tensor | None:
-    """y = log q:  transport s − 2qs + q² Σs,  residual −(q − q²) Σg."""
+    """y = log q:  transport (1 − q)² s + q² (sum of the other s),  residual −q(1 − q) Σg."""
     q = y.exp()
-    residual = None if g is None else torch.addcmul(q, q, q, value=-1).mul_(g.sum(dim, keepdim=True).neg_())
-    if s is None:
-        return residual
-    transport = torch.addcmul(s, q, s, value=-2).add_(q.square_().mul_(s.sum(dim, keepdim=True)))
-    return added(transport, residual)
+    residual = None if g is None else spread(q, dim).mul_(g.sum(dim, keepdim=True).neg_())
+    return residual if s is None else added(_log_softmax_transport(q, s, dim), residual)
+
+
+def _log_softmax_transport(q: Tensor, s: Tensor, dim: int) -> Tensor:
+    small, lead, rest = apart(q, dim)
+    leads = lead.sign()
+    total, of_others = s.sum(dim, keepdim=True), torch.addcmul(s, leads, s, value=-1).sum(dim, keepdim=True)
+    transport = torch.addcmul(1 - small - leads, leads, rest).square_().mul_(s)
+    return transport.addcmul_(small.square_(), total - s).addcmul_(lead.square_(), of_others)
 
 
 def over_one_dimension(curvature: Callable[..., Tensor | None]) -> Coupled:
@@ -40,14 +46,14 @@ def over_one_dimension(curvature: Callable[..., Tensor | None]) -> Coupled:
 
 def elementwise_log_softmax(node: Any) -> Pair:
     """Each output as a function of its own input alone: f' = 1 − q,  f'' = q² − q."""
-    q = node._saved_result.exp()
-    return 1 - q, q * q - q
+    q, dim = node._saved_result.exp(), signed(node._saved_dim)
+    return complement(q, dim), spread(q, dim).neg_()
 
 
 def elementwise_softmax(node: Any) -> Pair:
     """Each output as a function of its own input alone: f' = q − q²,  f'' = (q − q²)(1 − 2q)."""
     q = node._saved_result
-    first = q - q * q
+    first = spread(q, signed(node._saved_dim))
     return first, first * (1 - 2 * q)
 
 

@@ -1,7 +1,8 @@
-"""The rule table: node -> rule. It grows only at import and through ``register``; overlays never touch it."""
+"""The rule table: node -> rule. It changes only at import, through ``register`` and, for a while, ``registered``."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -22,18 +23,33 @@ class RuleTable(Mapping[Key, Rule]):
         self._rows: dict[Key, Rule] = dict(rows or {})
         self._base: Mapping[Key, Rule] = {} if base is None else base
         self._below = base
+        self._changes = 0
 
-    def register(self, rule: Rule, *nodes: Key) -> None:
-        """Adds a rule for one or several nodes. An existing row is never overwritten: use ``overlay`` for that."""
+    def register(self, rule: Rule, *nodes: Key, replace: bool = False) -> None:
+        """Adds a rule for one or several nodes. A row that holds another rule is overwritten with ``replace`` only."""
         if not isinstance(rule, Rule):
             raise TypeError(f"a rule must be one of the families (Selection, Elementwise, …), not {rule!r}")
         if not nodes:
             raise ValueError("name at least one node, e.g. register(rule, 'TanhBackward0')")
-        taken = [node for node in nodes if node in self]
-        if taken or len(set(nodes)) < len(nodes):
-            names = ", ".join(map(str, taken or nodes))
-            raise ValueError(f"already registered: {names}; replace rules with an overlay")
+        taken = [] if replace else [node for node in nodes if self.get(node, rule) != rule]
+        if taken:
+            names = ", ".join(map(str, taken))
+            raise ValueError(f"already registered: {names}; pass replace=True to put this rule in place of the other")
         self._rows.update(dict.fromkeys(nodes, rule))
+        self._changes += 1
+
+    @contextlib.contextmanager
+    def registered(self, rule: Rule, *nodes: Key) -> Iterator[None]:
+        """Within a ``with`` block the rule is that of the nodes, whatever theirs was; afterwards all is as before."""
+        before = {node: self._rows[node] for node in nodes if node in self._rows}
+        self.register(rule, *nodes, replace=True)
+        try:
+            yield
+        finally:
+            for node in nodes:
+                self._rows.pop(node, None)
+            self._rows.update(before)
+            self._changes += 1
 
     def overlay(self, rows: Mapping[Any, Rule]) -> RuleTable:
         """A table with ``rows`` in front of this one, which stays as it is."""
@@ -46,8 +62,8 @@ class RuleTable(Mapping[Key, Rule]):
 
     @property
     def version(self) -> int:
-        """A number that grows with every row, also one that is added to the base."""
-        return len(self._rows) + (0 if self._below is None else self._below.version)
+        """A number that grows with every change, also one of the base: plans are kept by it."""
+        return self._changes + (0 if self._below is None else self._below.version)
 
     def __getitem__(self, key: Key) -> Rule:
         try:
@@ -68,3 +84,4 @@ class RuleTable(Mapping[Key, Rule]):
 
 RULES = RuleTable()
 register = RULES.register
+registered = RULES.registered

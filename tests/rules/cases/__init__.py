@@ -4,7 +4,9 @@ from ..case import Case
 from . import (
     activation,
     arithmetic,
+    complex_numbers,
     convolution,
+    double_backward,
     elementwise,
     embedding,
     in_place,
@@ -13,6 +15,7 @@ from . import (
     matmul,
     normalization,
     pooling,
+    quantization,
     reduction,
     selection,
 )
@@ -20,7 +23,9 @@ from . import (
 CASES: list[Case] = [
     *activation.CASES,
     *arithmetic.CASES,
+    *complex_numbers.CASES,
     *convolution.CASES,
+    *double_backward.CASES,
     *elementwise.CASES,
     *embedding.CASES,
     *in_place.CASES,
@@ -29,6 +34,7 @@ CASES: list[Case] = [
     *matmul.CASES,
     *normalization.CASES,
     *pooling.CASES,
+    *quantization.CASES,
     *reduction.CASES,
     *selection.CASES,
 ]

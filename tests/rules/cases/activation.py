@@ -58,5 +58,6 @@ CASES = [
     Case("RreluWithNoiseBackward1", fixed_noise(lambda t: F.rrelu_(t + 0, training=True)), x),
     Case("SoftshrinkBackward0", F.softshrink, wide),
     Case("ThresholdBackward0", lambda t: F.threshold(t, 0.2, 3.0), x),
+    Case("ThresholdBackward1", lambda t: F.threshold_(t + 0, 0.2, 3.0), x),
     Case("NativeDropoutBackward0", fixed_noise(lambda t: torch.native_dropout(t, 0.4, True)[0]), x),
 ]

@@ -56,4 +56,14 @@ CASES = [
     up("Trilinear3D", volume, size=(7, 4, 6), mode="trilinear"),
     up("Bilinear2DAa", image, size=(3, 4), mode="bilinear", antialias=True),
     up("Bicubic2DAa", image, size=(3, 8), mode="bicubic", antialias=True),
+    *(
+        Case(
+            "AffineGridGeneratorBackward0",
+            lambda t, size=size, align=align: F.affine_grid(t, size, align),
+            randn(2, len(size) - 2, len(size) - 1),
+            label=f"{len(size) - 2}-{align}",
+        )
+        for size in ([2, 3, 4, 5], [2, 1, 3, 4, 2])
+        for align in (True, False)
+    ),
 ]

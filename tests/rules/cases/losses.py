@@ -64,6 +64,34 @@ def margins(power: int, weights: Any, reduction: str) -> Case:
     )
 
 
+sequences, spoken = (
+    randn(6, 3, 4).log_softmax(-1).detach().requires_grad_(),
+    torch.tensor([[1, 2, 2], [3, 1, 0], [2, 0, 0]]),
+)
+times, letters = (6, 5, 4), (3, 2, 1)
+
+
+def alignments(x: Any) -> Any:
+    """The loss by its recursion in plain operations, plus Σe^x less its value: torch's gradient is that of this sum."""
+    losses = []
+    for n, (length, count) in enumerate(zip(times, letters, strict=True)):
+        states = [0, *(state for letter in spoken[n, :count].tolist() for state in (letter, 0))]
+        scores = [x[0, n, states[0]], x[0, n, states[1]]] + [x.new_tensor(-1e30)] * (len(states) - 2)
+        for time in range(1, length):
+            scores = [
+                torch.stack([scores[j] for j in range(max(i - 2, 0), i + 1) if _follows(states, j, i)]).logsumexp(0)
+                + x[time, n, states[i]]
+                for i in range(len(states))
+            ]
+        extra = x[:length, n].exp().sum()
+        losses.append(extra - extra.detach() - torch.stack(scores[-2:]).logsumexp(0))
+    return torch.stack(losses)
+
+
+def _follows(states: list[int], j: int, i: int) -> bool:
+    return i - j < 2 or (states[i] != 0 and states[i] != states[j])
+
+
 CASES = [
     *loss("NllLoss", F.nll_loss, x, classes, weight=weight),
     *loss("NllLoss", F.nll_loss, x, classes, ignore_index=1, label="ignore"),
@@ -87,5 +115,14 @@ CASES = [
             label=how,
         )
         for how in ("mean", "sum", "none")
+    ),
+    *(
+        Case(
+            f"CtcLossBackward{number}",
+            lambda x, convert=convert: torch._ctc_loss(x, spoken, convert(times), convert(letters))[0],
+            sequences,
+            reference=alignments,
+        )
+        for number, convert in enumerate((tuple, torch.tensor))
     ),
 ]

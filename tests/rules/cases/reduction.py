@@ -57,6 +57,13 @@ CASES = [
     Case("NormBackward0", lambda t: torch.ops.aten.norm.Scalar(t, 3), x),
     Case("NormBackward1", torch.pairwise_distance, x, constant(y)),
     Case("DistBackward0", lambda s, t: torch.dist(s, t, 3), x, y),
+    Case(
+        "EuclideanDistBackward0",
+        lambda a, b: torch.cdist(a, b, compute_mode="use_mm_for_euclid_dist"),
+        randn(3, 4),
+        randn(5, 4, seed=1),
+        reference=lambda a, b: (a[:, None] - b).square().sum(-1).sqrt(),
+    ),
     Case("CdistBackward0", torch.cdist, cube, randn(2, 2, 4, seed=1), reference=plain_cdist(2)),
     Case(
         "CdistBackward0",
