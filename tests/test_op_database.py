@@ -26,6 +26,8 @@ SIZES, LARGEST_OUTPUT = (60, 150), 150
 """How many numbers a sample may have; larger ones where there is no smaller."""
 
 REFUSED = {
+    **dict.fromkeys(("fft.hfft", "fft.hfft2", "fft.hfftn"), "complex transforms"),
+    **dict.fromkeys(("fft.irfft", "fft.irfft2", "fft.irfftn"), "complex transforms"),
     "_unsafe_masked_index_put_accumulate": "made by decompositions, not by models",
     "nextafter": "has no derivative in torch",
     "nn.functional.linear_cross_entropy.chunked": "an operator whose backward torch generates in Python",

@@ -8,7 +8,7 @@ import torch
 import hesscale
 from hesscale import Selection
 from hesscale.rules import BL89, RULES, registered
-from hesscale.rules.families import Elementwise
+from hesscale.rules.families import Coupled, Elementwise
 from hesscale.rules.table import RuleTable
 
 from .case import randn
@@ -48,6 +48,9 @@ def test_every_change_has_a_version() -> None:
         seen.add(above.version)
 
 
+IDENTITY = Coupled(lambda node, s, g: s, linear=True)
+
+
 @pytest.mark.parametrize("method", ["hesscale", "hesscale_gn", "bl89"])
 def test_registered_for_a_while(method: str) -> None:
     """Also where a plan of the same graph is kept already, and after an error."""
@@ -59,7 +62,7 @@ def test_registered_for_a_while(method: str) -> None:
         return curvature
 
     before, version = found(), RULES.version
-    with pytest.raises(KeyError), registered(Selection(by=lambda s: s), TANH):  # as if it were the identity
+    with pytest.raises(KeyError), registered(IDENTITY, TANH):
         assert torch.equal(found(), torch.full_like(x, 2.0))
         raise KeyError
     assert torch.equal(found(), before)

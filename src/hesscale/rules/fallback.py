@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .calculus import added, differentiate, inputs_of, pull, pull_weighted
+from .calculus import added, differentiate, inputs_of, pull, pull_weighted, reduced
 from .families import Curvatures, Rule
 from .probing import diagonal_of, separate_slopes
 
@@ -41,9 +41,9 @@ class ByAutograd(Rule):
 
     def __call__(self, node: Any, s: Curvatures, g: Curvatures, wanted: Sequence[torch.Size | None]) -> Curvatures:
         transports = self._transports(node, s) if any(entry is not None for entry in s) else [None] * len(wanted)
-        firsts = _weighted(node, g) if any(grad is not None for grad in g) else (None,) * len(wanted)
+        firsts = _weighted(node, g, wanted) if any(grad is not None for grad in g) else (None,) * len(wanted)
         return [
-            added(transport, None if shape is None else self._second(node, edge, first))
+            added(reduced(transport, shape), None if shape is None else self._second(node, edge, first))
             for edge, shape, transport, first in zip(node.next_functions, wanted, transports, firsts, strict=True)
         ]
 
@@ -97,12 +97,13 @@ def _unit_vectors(s: Curvatures) -> Iterator[tuple[list[Tensor | None], Tensor]]
             yield [unit if i == j else None for j in range(len(s))], entry.reshape(-1)[k]
 
 
-def _weighted(node: Any, g: Curvatures) -> Curvatures:
+def _weighted(node: Any, g: Curvatures, wanted: Sequence[torch.Size | None]) -> Curvatures:
     """Jᵀg as a function of the inputs; raises where a Function says that it is not to be differentiated again."""
     firsts = pull_weighted(node, *[None if grad is None else grad.detach().requires_grad_() for grad in g])
     if any(first is not None and first.grad_fn is not None and first.grad_fn.name() == _ERROR for first in firsts):
         raise NotImplementedError(f"{node.name()} is marked once_differentiable, so it needs a rule.")
-    return firsts
+    with torch.enable_grad():  # a node leaves it to torch's engine to sum over what was broadcast
+        return [reduced(first, shape) for first, shape in zip(firsts, wanted, strict=True)]
 
 
 def _differentiated(node: Any, edge: Any, first: Tensor, weights: Tensor) -> Tensor | None:
@@ -127,9 +128,9 @@ class BySampling(Rule):
             weighted = [None if v is None or t is None else v * t for v, t in zip(signs, s, strict=True)]
             pairs = zip(pull(node, *weighted), pull(node, *signs), strict=True)
             transports = [None if a is None or b is None else a * b for a, b in pairs]
-        firsts = _weighted(node, g) if any(grad is not None for grad in g) else (None,) * len(wanted)
+        firsts = _weighted(node, g, wanted) if any(grad is not None for grad in g) else (None,) * len(wanted)
         return [
-            added(transport, None if shape is None else self._residual(node, edge, first))
+            added(reduced(transport, shape), None if shape is None else self._residual(node, edge, first))
             for edge, shape, transport, first in zip(node.next_functions, wanted, transports, firsts, strict=True)
         ]
 
