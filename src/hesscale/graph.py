@@ -78,6 +78,7 @@ def trace(root: Node) -> Graph:
     places: dict[Any, int] = {root: 0}
     nodes: list[Any] = [root]
     rows: list[Row] = []
+    is_real = True
     for node in nodes:  # grows while it is read
         links: list[Link | None] = []
         for child, nr in node.next_functions:
@@ -92,15 +93,14 @@ def trace(root: Node) -> Graph:
         outputs = []
         for out in node._input_metadata:
             outputs.append((tuple(out.shape), out.dtype, out.device))
+            is_real = is_real and not out.dtype.is_complex
         rows.append((node.name(), type(node), tuple(links), tuple(outputs)))
-    return Graph(tuple(nodes), _with_complex_marked(rows), places)
+    return Graph(tuple(nodes), tuple(rows) if is_real else _with_complex_marked(rows), places)
 
 
 def _with_complex_marked(rows: Sequence[Row]) -> tuple[Row, ...]:
     """The rows, with ``COMPLEX`` behind the names of nodes that read or make a complex tensor."""
     made = {place for place, row in enumerate(rows) for _, dtype, _ in row[3] if dtype.is_complex}
-    if not made:
-        return tuple(rows)
     read = {place for place, row in enumerate(rows) if any(link is not None and link[0] in made for link in row[2])}
     marks = (COMPLEX if place in made | read else "" for place in range(len(rows)))
     return tuple((row[0] + mark, *row[1:]) for mark, row in zip(marks, rows, strict=True))
@@ -195,22 +195,17 @@ def prepare_saved(graph: Graph) -> set[int]:
             for name in saved_names(kind):
                 packed = getattr(node, name)
                 for one in packed if isinstance(packed, (tuple, list)) else (packed,):
-                    if _is_half(one, node, name):
+                    data = one.data
+                    if one.unpack_hook is not None:
+                        _allow_second_reading(data)
+                        half.add(place)  # there is no telling yet
+                    elif data is None:
+                        getattr(node, name.replace("_raw", "", 1))  # None if it was not needed, raises if it was freed
+                    elif data.dtype in LOW_PRECISION:
                         half.add(place)
         except RuntimeError:
             raise RuntimeError(_FREED) from None
     return half
-
-
-def _is_half(packed: Any, node: Any, name: str) -> bool:
-    data = packed.data
-    if packed.unpack_hook is not None:
-        _allow_second_reading(data)
-        return True  # there is no telling yet
-    if data is None:
-        getattr(node, name.replace("_raw", "", 1))  # None if it was not needed, raises if it was freed
-        return False
-    return data.dtype in LOW_PRECISION
 
 
 class _Kept(dict[int, Any]):

@@ -17,7 +17,7 @@ from torch import Tensor
 from .graph import LOW_PRECISION
 
 _LOCK: Final = threading.Lock()  # two threads may run backward on the same parameters
-_ORPHANS: Final[list[tuple[dict[str, Any], Any]]] = []
+_ORPHANS: Final[list[tuple[dict[str, Any], weakref.ref[Tensor]]]] = []
 
 
 @final
@@ -36,15 +36,17 @@ _MARKS: Final[dict[int, _Mark]] = {}
 def _become_orphan(mark: Any) -> None:
     _MARKS.pop(mark.key, None)
     attributes = mark.attributes
-    if getrefcount(attributes) > 3:  # somebody beside the mark, this variable and the call: the leaf lives
-        _ORPHANS.append((attributes, attributes.get("curvature")))
+    curvature = attributes.get("curvature")
+    # if somebody beside the mark, this variable and the call holds them, the leaf lives
+    if isinstance(curvature, Tensor) and getrefcount(attributes) > 3:
+        _ORPHANS.append((attributes, weakref.ref(curvature)))
 
 
 def clear_orphans() -> None:
     """Sets ``p.curvature`` to None where the gradient it belongs to is gone."""
     while _ORPHANS:
         attributes, curvature = _ORPHANS.pop()
-        if curvature is not None and attributes.get("curvature") is curvature:
+        if attributes.get("curvature") is curvature() is not None:
             attributes["curvature"] = None
 
 

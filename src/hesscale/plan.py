@@ -57,7 +57,7 @@ class Stop:
     """What is to be done at one place."""
 
     place: int
-    rule: Rule | None  # None at a leaf
+    rule: Rule
     region: Region | None  # where element-wise paths meet: what it says goes for all of its places
     outputs: tuple[Link, ...]
     inputs: tuple[Link | None, ...]
@@ -73,10 +73,10 @@ class Plan:
 
     method: Method
     start: Link
-    stops: tuple[Stop, ...]  # the root first; places inside a region are left out
+    stops: tuple[Stop, ...]  # the root first; leaves and places inside a region are left out
+    leaves: tuple[int, ...]
     targets: frozenset[Link]  # edges whose curvature is kept to the end of the pass
     dtypes: Mapping[Link, torch.dtype]  # of curvature: as torch has gradients, but half precision in single
-    owner: int | None  # the first leaf: scratch memory lives as long as it
 
 
 def make_plan(
@@ -119,7 +119,7 @@ def _plan(rows: tuple[Row, ...], question: Question, fallback: Rule | None = Non
     stops = [
         Stop(
             place=place,
-            rule=rules[place],
+            rule=rule,
             region=regions.get(place),
             outputs=tuple((place, nr) for nr in range(len(wiring.shapes[place]))),
             inputs=wiring.edges[place],
@@ -129,10 +129,10 @@ def _plan(rows: tuple[Row, ...], question: Question, fallback: Rule | None = Non
             nothing=(None,) * len(wiring.shapes[place]),
         )
         for place in wiring.order
-        if place not in inside
+        if (rule := rules[place]) is not None and place not in inside
     ]
-    owner = next((place for place in wiring.order if rules[place] is None), None)
-    return Plan(method, question.start, tuple(stops), targets, _dtypes(wiring), owner)
+    leaves = tuple(place for place in wiring.order if rules[place] is None)
+    return Plan(method, question.start, tuple(stops), leaves, targets, _dtypes(wiring))
 
 
 # planning costs more than a small network's arithmetic, and graphs repeat from step to step

@@ -29,10 +29,10 @@ _RUNNING: Final[weakref.WeakValueDictionary[int, Walk]] = weakref.WeakValueDicti
 
 
 class Arrival(NamedTuple):
-    """What has come to a leaf, and what to restore there if the pass fails."""
+    """A tensor that gets a gradient and curvature, and what to restore there if the pass fails."""
 
     leaf: Tensor
-    s: Tensor | Link | None  # or where it is going to wait
+    link: Link  # where its curvature is going to wait
     continues: bool  # its curvature so far belongs to its gradient so far
     grad: Tensor | None  # before the pass
     copy: Tensor | None  # of that, since torch adds to it in place
@@ -67,24 +67,23 @@ class Walk:
         self._lender_before: Workspace | None = None
         self.scope: Callable[[], AbstractContextManager[None]] = nullcontext
         self._is_mixed = False  # g may be in half precision, or have a graph of its own
+        self._is_recorded = False  # create_graph=True
         weakref.finalize(self, _remove_all, self._handles)  # a backward that fails elsewhere does not tell us
-        self._arming = graphs.on_arrival(graph.nodes[0], self._start) if plan.stops else None
-        if not plan.stops and self._seed is not None:  # the start itself is all that is asked for
+        is_passed = bool(plan.stops or plan.leaves)
+        self._arming = graph.nodes[0].register_prehook(self._start) if is_passed else None
+        if not is_passed and self._seed is not None:  # the start itself is all that is asked for
             self._pending[plan.start] = self._seed
 
     def move(self, stop: Stop, grads: Sequence[Tensor | None]) -> None:
         """Moves curvature over one node, for which torch has just computed the gradient g of its outputs."""
         graph, pending = self._graph, self._pending
         assert graph is not None
-        node: Any = graph.nodes[stop.place]
         take: Callable[..., Tensor | None] = pending.get if stop.is_target else pending.pop
         s = [*map(take, stop.outputs, stop.nothing)]
-        if stop.rule is None:
-            self._arrive(node.variable, s[0])
-            return
         g: Curvatures = stop.nothing
         if stop.is_loss:  # with create_graph=True g depends on x; f'' is wanted at this g
             g = [None if grad is None else widened(grad.detach()) for grad in grads] if self._is_mixed else grads
+        node: Any = graph.nodes[stop.place]
         seen = View(node) if stop.place in self._half else node
         if stop.region is not None:
             found: Iterable[tuple[Link | None, Tensor | None]] = region_curvatures(
@@ -102,46 +101,50 @@ class Walk:
             # fan-out: what several consumers say of one tensor is added; their cross terms are what HesScale drops
             pending[link] = curvature if before is None else before + curvature
 
-    def _arrive(self, leaf: Tensor, s: Tensor | Link | None) -> None:
-        grad = leaf.grad
-        if grad is None:
-            self._arrivals.append(Arrival(leaf, s, False, None, None))
-        else:
-            self._arrivals.append(Arrival(leaf, s, leaves.continues(leaf), grad, grad.detach().clone()))
-
     def _start(self, grads: Sequence[Tensor | None]) -> None:
-        """The first visit, at the root: hooks the nodes behind it."""
+        """The first visit, at the root: looks at what is going to be written, and hooks the nodes behind it."""
         if graphs.NESTED.depth:
             return
         self._forget()
         plan = self._plan
         if self._starts_later:  # by whatever backward the user calls
             self._graph = graphs.trace(graphs.running_node())
-            if not self._writes_anything():
+        assert self._graph is not None
+        nodes = self._graph.nodes
+        reached: Sequence[int] = plan.leaves
+        if self._starts_later:
+            reached = [place for place in plan.leaves if graphs.running_backward_accumulates(nodes[place])]
+            if not reached:  # torch.autograd.grad
                 return
             self._half = graphs.prepare_saved(self._graph)
-        assert self._graph is not None
+        self._prepare(grads)
+        for place in reached:
+            self._expect(graphs.leaf_of(nodes[place]), (place, 0))
+        for tensor in self._writes_to:
+            self._expect(tensor, self._link(tensor))
+        walk = weakref.ref(self)
+        self._handles += [nodes[stop.place].register_prehook(partial(_visit, walk, stop)) for stop in plan.stops[1:]]
+        for stop in plan.stops[:1]:  # none where the loss is itself a leaf
+            _visit(walk, stop, grads)
+
+    def _prepare(self, grads: Sequence[Tensor | None]) -> None:
+        """Claims the running backward, and finds out how it computes."""
+        self._refuse_second()
+        graphs.when_backward_ends(self._finish)
+        leaves.clear_orphans()
         self.scope = nullcontext if graphs.is_plain_mode() else graphs.plain_mode
+        self._is_recorded = torch.is_grad_enabled()
         has_graph = any(grad is not None and grad.requires_grad for grad in grads)
         self._is_mixed = has_graph or bool(self._half) or self.scope is not nullcontext
-        self._refuse_second()
-        leaves.clear_orphans()
-        graphs.when_backward_ends(self._finish)
-        if plan.owner is not None:
-            self._lender_before = lend_from(workspace_of(graphs.leaf_of(self._graph.nodes[plan.owner])))
+        if self._plan.leaves and self._graph is not None:
+            self._lender_before = lend_from(workspace_of(graphs.leaf_of(self._graph.nodes[self._plan.leaves[0]])))
         if self._seed is not None:
-            self._pending[plan.start] = self._seed
-        for tensor in self._writes_to:
-            self._arrive(tensor, self._link(tensor))
-        walk, nodes = weakref.ref(self), self._graph.nodes
-        self._handles += [nodes[stop.place].register_prehook(partial(_visit, walk, stop)) for stop in plan.stops[1:]]
-        _visit(walk, plan.stops[0], grads)
+            self._pending[self._plan.start] = self._seed
 
-    def _writes_anything(self) -> bool:
-        """Whether the running backward is going to accumulate gradients: torch.autograd.grad does not."""
-        assert self._graph is not None
-        leaf_nodes = (self._graph.nodes[stop.place] for stop in self._plan.stops if stop.rule is None)
-        return any(map(graphs.running_backward_accumulates, leaf_nodes))
+    def _expect(self, leaf: Tensor, link: Link) -> None:
+        grad = leaf.grad
+        continues, copy = (False, None) if grad is None else (leaves.continues(leaf), grad.detach().clone())
+        self._arrivals.append(Arrival(leaf, link, continues, grad, copy))
 
     def _refuse_second(self) -> None:
         """Two walks in one backward would each see all of the gradient, but only their own curvature."""
@@ -156,12 +159,21 @@ class Walk:
     def _finish(self) -> None:
         """Writes ``p.curvature`` wherever torch has written ``p.grad``."""
         taken = self._foreign_storages()
-        for leaf, waiting, continues, _, _ in self._arrivals:
-            s = self._pending.get(waiting) if isinstance(waiting, tuple) else waiting
-            leaves.add(leaf, leaves.owned(s, leaf, taken), to_old=continues)
-        _remove_all(self._handles)
-        if not self._plan.targets:
+        for arrival in self._arrivals:
+            leaf, s = arrival.leaf, self._pending.get(arrival.link)
+            if s is not None or leaf.grad is not None:
+                leaves.add(leaf, leaves.owned(s, leaf, taken), to_old=arrival.continues and self._was_added_to(arrival))
+        if self._plan.targets:
+            _remove_all(self._handles)
+        else:
             self._forget()
+
+    def _was_added_to(self, arrival: Arrival) -> bool:
+        """Whether torch has added to the gradient that was there; a hook may have cleared it in the meantime."""
+        leaf, before = arrival.leaf, arrival.grad
+        # elsewhere torch makes a new tensor of the sum
+        in_place = leaf.is_leaf and not self._is_recorded and before is not None and before.layout is torch.strided
+        return leaf.grad is before or not in_place
 
     def results(self, targets: Sequence[Tensor], are_reached: Sequence[bool]) -> tuple[Tensor | None, ...]:
         """The curvature at each target, zeros where none arrived, None where the target was not reached."""
