@@ -47,7 +47,8 @@ def backward(
     error, "exact" (their own curvature by autograd, element by element: for small ones) or "sample" (one unbiased
     random probe, drawn from ``generator``).
     """
-    _check_start(loss, gradient)
+    _check_start(loss, gradient, curvature)
+    _check_scalar(loss, gradient)
     chosen = None if inputs is None else _checked_inputs(inputs)
     walk = _arm(loss, curvature, method, output, chosen, missing=missing, generator=generator, writes=True)
     try:
@@ -74,6 +75,7 @@ def attach(
     Arguments as in ``backward``. Several losses: attach their sum. A loss that is added afterwards must share nothing
     with this one but parameters: its gradient would be counted, its curvature would not.
     """
+    _check_start(loss, None, curvature)
     _arm(loss, curvature, method, output, missing=missing, generator=generator, starts_later=True)
     return loss
 
@@ -142,7 +144,8 @@ def diagonal(
         )
         return dict(zip(inputs, found, strict=True))
     tensors = _checked_inputs(inputs)
-    _check_start(y, gradient)
+    _check_start(y, gradient, curvature)
+    _check_scalar(y, gradient)
     walk = _arm(y, curvature, method, output, tensors, missing=missing, generator=generator)
     try:
         grads = torch.autograd.grad(y, tensors, gradient, retain_graph=retain_graph, allow_unused=True)
@@ -174,21 +177,24 @@ def _as_tuple(tensors: Tensors | None) -> tuple[Tensor, ...]:
     return (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
 
 
-def _check_start(y: Tensor, gradient: Tensor | None) -> None:
-    _check_seed("gradient", gradient, y)
+def _check_scalar(y: Tensor, gradient: Tensor | None) -> None:
     if gradient is None and y.numel() != 1:
         raise RuntimeError(_NOT_A_SCALAR.format(shape=tuple(y.shape)))
 
 
-def _check_seed(name: str, seed: Tensor | None, y: Tensor) -> None:
+def _check_start(y: Tensor, gradient: Tensor | None, curvature: Tensor | None) -> None:
     if not isinstance(y, Tensor):
         raise TypeError(f"expected a tensor to start from, got {type(y).__name__}")
     if is_transformed(y):
         raise RuntimeError(_TRANSFORMED)
     if not y.requires_grad:
         raise RuntimeError(_NO_GRAPH)
-    if seed is None:
-        return
+    for name, seed in (("gradient", gradient), ("curvature", curvature)):
+        if seed is not None:
+            _check_seed(name, seed, y)
+
+
+def _check_seed(name: str, seed: Tensor, y: Tensor) -> None:
     if not isinstance(seed, Tensor) or seed.is_complex():
         raise TypeError(f"{name} must be a real tensor of shape {tuple(y.shape)}, not {seed!r}")
     if seed.shape != y.shape:
@@ -208,8 +214,7 @@ def _arm(
     writes: bool = False,
 ) -> Walk:
     way = method_named(method)
-    fallback = fallback_named(missing, generator)
-    _check_seed("curvature", curvature, y)
+    fallback = None if missing == "raise" else fallback_named(missing, generator)
     outputs = _as_tuple(output)
     if not all(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in outputs):
         raise ValueError("output must be a tensor (or several) of the loss's graph")

@@ -120,12 +120,6 @@ def is_transformed(tensor: Tensor) -> bool:
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
-def leaf_of(node: Any) -> Tensor:
-    """The tensor whose ``.grad`` an AccumulateGrad node writes."""
-    variable: Tensor = node.variable
-    return variable
-
-
 def call(node: Any, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
     """Jᵀ grads, by the node's own backward formula: one tensor per input. Nothing is freed and no hook runs."""
     result = node(*grads) if callable(node) else node.apply(*_materialized(node, grads))

@@ -110,7 +110,7 @@ class Walk:
         if self._starts_later:  # by whatever backward the user calls
             self._graph = graphs.trace(graphs.running_node())
         assert self._graph is not None
-        nodes = self._graph.nodes
+        nodes: Sequence[Any] = self._graph.nodes
         reached: Sequence[int] = plan.leaves
         if self._starts_later:
             reached = [place for place in plan.leaves if graphs.running_backward_accumulates(nodes[place])]
@@ -118,8 +118,10 @@ class Walk:
                 return
             self._half = graphs.prepare_saved(self._graph)
         self._prepare(grads)
+        if reached:
+            self._lender_before = lend_from(workspace_of(nodes[reached[0]].variable))
         for place in reached:
-            self._expect(graphs.leaf_of(nodes[place]), (place, 0))
+            self._expect(nodes[place].variable, (place, 0))
         for tensor in self._writes_to:
             self._expect(tensor, self._link(tensor))
         walk = weakref.ref(self)
@@ -136,8 +138,6 @@ class Walk:
         self._is_recorded = torch.is_grad_enabled()
         has_graph = any(grad is not None and grad.requires_grad for grad in grads)
         self._is_mixed = has_graph or bool(self._half) or self.scope is not nullcontext
-        if self._plan.leaves and self._graph is not None:
-            self._lender_before = lend_from(workspace_of(graphs.leaf_of(self._graph.nodes[self._plan.leaves[0]])))
         if self._seed is not None:
             self._pending[self._plan.start] = self._seed
 

@@ -248,8 +248,8 @@ class Bilinear(Rule):
         s0 = s[0]
         if s0 is None:
             return (None,) * len(wanted)
-        saved = [getattr(node, name) for name in self._names]
-        return self.backward(node, s0, wanted, *[None if tensor is None else squared(tensor) for tensor in saved])
+        squares = [None if (saved := getattr(node, name)) is None else squared(saved) for name in self._names]
+        return self.backward(node, s0, wanted, *squares)
 
     def is_linear(self, wanted: Sequence[torch.Size | None]) -> bool:
         inputs = {i for i, shape in enumerate(wanted) if shape is not None}
