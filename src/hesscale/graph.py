@@ -1,17 +1,22 @@
 """The only file that knows torch's insides: how nodes are wired, read, called, hooked and freed.
 
-Names that torch does not document, what they are for, and what happens without them (``_require`` says so at import):
+Names that torch does not document, and what happens without them. Needed, or the import says so with torch's version:
 
-- ``Node.next_functions``, ``Node._input_metadata``, ``Node._saved_*``: the graph itself, without which there is no pass
-- ``Node._raw_saved_*``: finding freed tensors before anything has changed, and reading a checkpoint twice; without
-  them torch's own error comes later, in the middle of a pass
+- ``Node.next_functions``, ``Node._input_metadata``, ``Node._saved_*``, ``Node.variable``: the graph itself
 - ``Engine.queue_callback``: writing curvature when torch has written gradients
 - ``_current_graph_task_id``, ``_current_autograd_node``, ``_will_engine_execute_node``: which pass is running, where
-  it starts and where it ends; an attached loss needs them
+  it starts and what it is going to write
+
+Not needed; everything else works without them (tests/test_graph.py takes them away):
+
+- ``Node._raw_saved_*``, ``SavedTensor.unpack_hook``: finding freed tensors before anything has changed, knowing half
+  precision that only a saved tensor has, and reading a checkpoint twice (checkpoints fail without it)
 - ``_get_graph_exec_group``, ``_set_graph_exec_group``: second derivatives inside a checkpoint read what the pass has
   recomputed; without them it is computed again, which selective checkpoints refuse
-- ``_functorch.is_functorch_wrapped_tensor``: refusing torch.func's transforms, which would fail otherwise
-- ``_storage_Use_Count`` (fast/workspace.py): only speed; without it no scratch memory is kept
+- ``_functorch.is_functorch_wrapped_tensor``: refusing torch.func's transforms in one sentence
+- ``UntypedStorage._cdata``: telling whether two tensors share memory; without it data pointers do
+- ``_storage_Use_Count``: only speed; without it no scratch memory is kept
+- ``Function._forward_cls``: finding the rule of a ``torch.autograd.Function`` by its class; by its name otherwise
 """
 
 from __future__ import annotations
@@ -47,13 +52,24 @@ _FREED = (
 )
 
 
-def _require(*names: str) -> None:
+REQUIRED: Final = ("_current_graph_task_id", "_current_autograd_node", "_will_engine_execute_node")
+
+
+def refuse_without(*names: str) -> None:
+    """ImportError where torch lacks one of these names."""
     missing = [name for name in names if not hasattr(torch._C, name)]
     if missing:
         raise ImportError(f"hesscale does not work with torch {torch.__version__}: it has no {', '.join(missing)}")
 
 
-_require("_current_graph_task_id", "_current_autograd_node", "_will_engine_execute_node")
+refuse_without(*REQUIRED)
+
+storage_users: Final[Callable[[int], int] | None] = getattr(torch._C, "_storage_Use_Count", None)
+"""How many tensors share the storage with this ``storage_id``."""
+
+_is_wrapped: Final[Any] = getattr(torch._C._functorch, "is_functorch_wrapped_tensor", None)
+_get_group: Final[Any] = getattr(torch._C, "_get_graph_exec_group", None)
+_set_group: Final[Any] = getattr(torch._C, "_set_graph_exec_group", None)
 
 
 @dataclass(frozen=True)
@@ -117,7 +133,19 @@ def edge_of(tensor: Tensor) -> Edge:
 
 def is_transformed(tensor: Tensor) -> bool:
     """Whether a tensor lives inside a transform of torch.func, which hides its memory."""
-    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+    return _is_wrapped is not None and bool(_is_wrapped(tensor))
+
+
+def storage_id(tensor: Tensor) -> int:
+    """What tensors that share memory have in common."""
+    storage = tensor.untyped_storage()
+    address: int = getattr(storage, "_cdata", None) or storage.data_ptr()
+    return address
+
+
+def function_of(kind: type) -> Any:
+    """The ``torch.autograd.Function`` that nodes of this class come from, if any."""
+    return getattr(kind, "_forward_cls", None)
 
 
 def call(node: Any, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
@@ -129,7 +157,7 @@ def call(node: Any, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]
 def _materialized(node: Any, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
     """Zeros for what is missing, as torch hands them to a custom Function unless it has asked for None."""
     given = [grad for grad in grads if grad is not None]
-    if not given or len(given) == len(grads) or _asks_for_none(type(node)._forward_cls):
+    if not given or len(given) == len(grads) or _asks_for_none(function_of(type(node))):
         return grads
     pairs = zip(grads, node._input_metadata, strict=True)
     return [given[0].new_zeros(tuple(output.shape)) if grad is None else grad for grad, output in pairs]
@@ -154,17 +182,27 @@ def nested_gradient(y: Tensor, edge: Edge, weights: Tensor) -> Tensor | None:
 
     No walk takes notice (``NESTED.depth``), and what the pass has recomputed for a checkpoint is not computed again.
     """
-    group: Any = getattr(torch._C, "_get_graph_exec_group", lambda: None)()
-    set_group: Any = getattr(torch._C, "_set_graph_exec_group", lambda group: None)
-    if group is None and running_backward() >= 0:
-        set_group(running_backward())
     NESTED.depth += 1
     try:
-        (found,) = torch.autograd.grad(y, GradientEdge(*edge), weights, retain_graph=True, allow_unused=True)
+        with _same_recomputation():
+            (found,) = torch.autograd.grad(y, GradientEdge(*edge), weights, retain_graph=True, allow_unused=True)
     finally:
         NESTED.depth -= 1
-        set_group(group)
     return found
+
+
+@contextmanager
+def _same_recomputation() -> Iterator[None]:
+    """Checkpoints keep what they recompute by pass; a nested one passes for the one that is running."""
+    if _get_group is None or _set_group is None or running_backward() < 0:
+        yield
+        return
+    group = _get_group()
+    _set_group(running_backward() if group is None else group)
+    try:
+        yield
+    finally:
+        _set_group(group)
 
 
 @cache
@@ -190,7 +228,7 @@ def prepare_saved(graph: Graph) -> set[int]:
                 packed = getattr(node, name)
                 for one in packed if isinstance(packed, (tuple, list)) else (packed,):
                     data = one.data
-                    if one.unpack_hook is not None:
+                    if getattr(one, "unpack_hook", None) is not None:
                         _allow_second_reading(data)
                         half.add(place)  # there is no telling yet
                     elif data is None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from .graph import LEAF, edge_of, trace
+from .graph import LEAF, edge_of, function_of, trace
 from .plan import behind_nonlinear, method_named
 from .regions import find_regions
 from .wiring import wire
@@ -45,7 +45,7 @@ def check(loss: Tensor, *, method: str = "hesscale") -> Report:
     rows = trace(edge_of(loss)[0]).rows
     wiring = wire(rows)
     kinds: dict[str, Counter[str]] = {"exact": Counter(), "approximated": Counter(), "missing": Counter()}
-    rules = [table.find(name, getattr(kind, "_forward_cls", None)) for name, kind, _, _ in rows]
+    rules = [table.find(name, function_of(kind)) for name, kind, _, _ in rows]
     for name, rule in zip(wiring.names, rules, strict=True):
         if name != LEAF:
             kinds["missing" if rule is None else "exact" if rule.exact else "approximated"][name] += 1

@@ -14,7 +14,7 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor
 
-from .graph import LOW_PRECISION
+from .graph import LOW_PRECISION, storage_id
 
 _LOCK: Final = threading.Lock()  # two threads may run backward on the same parameters
 _ORPHANS: Final[list[tuple[dict[str, Any], weakref.ref[Tensor]]]] = []
@@ -75,20 +75,13 @@ def add(leaf: Any, s: Tensor, *, to_old: bool) -> None:
             _MARKS[mark.key] = mark
 
 
-def storage_of(tensor: Tensor) -> int:
-    """What two tensors that share memory have in common."""
-    address: int = tensor.untyped_storage()._cdata
-    return address
-
-
 def owned(s: Tensor | None, like: Tensor, taken: set[int]) -> Tensor:
     """``s`` laid out like ``like`` in memory of its own, which is added to ``taken``; zeros if there is no ``s``."""
     if s is None or s._is_zerotensor():  # torch's zeros without memory
         dtype = torch.float32 if like.dtype in LOW_PRECISION else like.dtype
         return torch.zeros_like(like, dtype=dtype, requires_grad=False)
-    storage = s.untyped_storage()
-    memory = storage._cdata
-    if storage.nbytes() == s.nbytes and memory not in taken and s.stride() == like.stride():
+    memory = storage_id(s)
+    if s.untyped_storage().nbytes() == s.nbytes and memory not in taken and s.stride() == like.stride():
         taken.add(memory)
         return s
     return torch.empty_like(like, dtype=s.dtype, requires_grad=False).copy_(s)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .errors import COMPLEX, OPAQUE, MissingRuleError
-from .graph import LEAF, LOW_PRECISION, Edge, Graph, Link, Row, edge_of, trace
+from .graph import LEAF, LOW_PRECISION, Edge, Graph, Link, Row, edge_of, function_of, trace
 from .regions import Region, Rules, find_regions
 from .rules import BL89, RULES
 from .rules.families import Rule
@@ -153,7 +153,7 @@ def look_up(rows: Sequence[Row], order: Sequence[int], table: RuleTable, fallbac
     missing: Counter[str] = Counter()
     for place in order:
         name, kind, _, _ = rows[place]
-        rule = table.find(name, getattr(kind, "_forward_cls", None))
+        rule = table.find(name, function_of(kind))
         if rule is None and name != LEAF and name not in OPAQUE and not name.endswith(COMPLEX):
             rule = fallback
         if rule is None and name != LEAF:

@@ -191,7 +191,7 @@ class Walk:
         return self._graph.places.get(node, -1), nr
 
     def _foreign_storages(self) -> set[int]:
-        return set() if self._seed is None else {leaves.storage_of(self._seed)}
+        return set() if self._seed is None else {graphs.storage_id(self._seed)}
 
     def disarm(self) -> None:
         """Removes every hook."""

@@ -13,12 +13,13 @@ from __future__ import annotations
 import threading
 from itertools import chain
 from sys import getrefcount
-from typing import Any, Final, final
+from typing import Final, final
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ..graph import storage_id, storage_users
 from . import enabled
 
 LEAST: Final = 1 << 18
@@ -28,7 +29,6 @@ Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 """Size, strides and dtype."""
 
 _MOST_PASSING: Final = 1 << 22  # bytes, of what lives for one step of a pass
-_use_count: Final[Any] = getattr(torch._C, "_storage_Use_Count", None)  # without it nothing is lent
 _KEPT: Final = 4  # passes that a buffer may go unused; several models may take turns on shared layers
 _PLAIN: Final = (Tensor, nn.Parameter)
 
@@ -42,14 +42,15 @@ class _Buffer:
     def __init__(self, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> None:
         self.whole = torch.empty_strided(size, stride, dtype=dtype)
         self._storage = self.whole.untyped_storage()
-        self._address = self._storage._cdata
+        self._address = storage_id(self.whole)
         self.alone = self.users()
         self.last_pass = 0
 
     def users(self) -> tuple[int, int, int]:
         """Who has a hold: tensors, the storage's one Python object, other processes (then the memory has moved)."""
         storage = self._storage
-        return _use_count(self._address), getrefcount(storage), storage.data_ptr()
+        assert storage_users is not None  # nothing is lent without it
+        return storage_users(self._address), getrefcount(storage), storage.data_ptr()
 
 
 @final
@@ -116,13 +117,13 @@ _LOCAL: Final = _Local()
 
 def workspace_of(leaf: Tensor) -> Workspace | None:
     """The workspace of this thread that goes with the memory of ``leaf``, for a new pass; None if nothing is lent."""
-    if _use_count is None or not enabled() or not _is_plain(leaf):
+    if storage_users is None or not enabled() or not _is_plain(leaf):
         return None
     release()
-    storage = leaf.untyped_storage()
-    found = _LOCAL.by_memory.get(storage._cdata)
+    memory = storage_id(leaf)
+    found = _LOCAL.by_memory.get(memory)
     if found is None:
-        found = _LOCAL.by_memory[storage._cdata] = (StorageWeakRef(storage), Workspace())
+        found = _LOCAL.by_memory[memory] = (StorageWeakRef(leaf.untyped_storage()), Workspace())
     found[1].begin_pass()
     return found[1]
 
