@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hesscale
+from hesscale.rules import registered
+from hesscale.rules.families import Coupled
 from hesscale.testing import exact_diagonal
 
 
@@ -286,3 +288,38 @@ def test_curvature_stops_at_a_transpose_that_is_asked_for_or_used_twice() -> Non
     (expected,) = exact_diagonal(first + second, [w])
     hesscale.backward(first + second)
     torch.testing.assert_close(w.curvature, expected, rtol=1e-10, atol=1e-12)  # type: ignore[attr-defined]
+
+
+class Doubled(torch.autograd.Function):
+    """The identity, behind which the loss counts twice."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 2 * grad
+
+
+def test_a_function_changes_gradient_and_curvature_alike_a_hook_the_residual_only() -> None:
+    """As docs/any-model.md says: torch does not tell that there is a hook, and hands on what it returns."""
+    x = torch.linspace(-1, 1, 5, dtype=torch.float64, requires_grad=True)
+    first, second = torch.cos(x.detach()), -torch.sin(x.detach())
+
+    def curvature(change: Callable[[Tensor], Tensor]) -> Tensor:
+        (found,) = hesscale.diagonal(change(torch.sin(x)).square().sum(), x)
+        return found
+
+    def hooked(y: Tensor) -> Tensor:
+        y.register_hook(lambda g: 2 * g)
+        return y
+
+    y = torch.sin(x.detach())
+    assert_close(curvature(hooked), 2 * first.square() + second * (2 * 2 * y))
+    with registered(Coupled(lambda node, s, g: None if s is None else 2 * s, linear=True), Doubled):
+        assert_close(curvature(Doubled.apply), 2 * curvature(lambda y: y))
+
+
+def assert_close(ours: Tensor, theirs: Tensor) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
