@@ -1,7 +1,5 @@
 """What ``hesscale.backward`` and ``hesscale.diagonal`` promise beside the numbers: when, where and how often."""
 
-import threading
-import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,122 +14,8 @@ import hesscale
 from hesscale.plan import METHODS, Method
 from hesscale.rules.families import Curvatures, Rule
 from hesscale.rules.table import RULES, RuleTable
-from hesscale.testing import exact_diagonal
 
-
-def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
-
-
-def leaf(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
-    return random(*shape, seed=seed, dtype=dtype).requires_grad_()
-
-
-def assert_close(ours: Any, theirs: Any) -> None:
-    torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
-
-
-def bowl(w: Tensor, seed: int = 0) -> Tensor:
-    return F.mse_loss(F.linear(random(5, 3, seed=seed + 10), w), random(5, 2, seed=seed + 20))
-
-
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_curvature_starts_afresh_when_gradients_do(set_to_none: bool) -> None:
-    w = nn.Parameter(random(2, 3))
-    once = [hesscale.diagonal(bowl(w, seed), w)[0] for seed in range(3)]
-    hesscale.backward(bowl(w, 0))
-    assert_close(w.curvature, once[0])
-    torch.optim.SGD([w]).zero_grad(set_to_none=set_to_none)
-    hesscale.backward(bowl(w, 1))
-    assert_close(w.curvature, once[1])
-    hesscale.backward(bowl(w, 2))
-    assert_close(w.curvature, once[1] + once[2])
-
-
-def test_curvature_belongs_to_one_gradient() -> None:
-    """A plain backward after zero_grad makes a gradient that the curvature of the step before has no part in."""
-    w = nn.Parameter(random(2, 3))
-    once = [hesscale.diagonal(bowl(w, seed), w)[0] for seed in range(3)]
-    for _ in range(3):
-        w.grad = None
-        bowl(w, 1).backward()
-        hesscale.backward(bowl(w, 2))
-        assert_close(w.curvature, once[2])
-
-
-def test_a_plain_backward_in_between_leaves_curvature_to_be_added_to() -> None:
-    w = nn.Parameter(random(2, 3))
-    once = [hesscale.diagonal(bowl(w, seed), w)[0] for seed in range(3)]
-    hesscale.backward(bowl(w, 0))
-    bowl(w, 1).backward()
-    hesscale.backward(bowl(w, 2))
-    assert_close(w.curvature, once[0] + once[2])
-
-
-def test_a_gradient_that_is_exactly_zero_is_still_added_to() -> None:
-    w = nn.Parameter(torch.zeros(3, dtype=torch.float64))
-    for passes in (1, 2, 3):
-        hesscale.backward(w.square().sum())
-        assert not w.grad.any()
-        assert_close(w.curvature, torch.full_like(w, 2.0 * passes))
-
-
-def test_a_parameter_that_is_not_reached_after_zero_grad_loses_its_curvature() -> None:
-    u, v = leaf(2, 3), leaf(2, 3, seed=1)
-    hesscale.backward(bowl(u) + bowl(v))
-    u.grad = v.grad = None
-    hesscale.backward(bowl(u))
-    assert u.curvature is not None and v.curvature is None
-
-
-def test_a_gradient_may_be_replaced_before_the_step() -> None:
-    w = leaf(2, 3)
-    hesscale.backward(bowl(w))
-    w.grad = w.grad / 2
-    assert w.curvature is not None
-
-
-def test_create_graph_accumulates() -> None:
-    w = leaf(2, 3)
-    once = [hesscale.diagonal(bowl(w, seed), w)[0] for seed in range(2)]
-    for seed in range(2):
-        with warnings.catch_warnings(action="ignore"):  # torch's, of a reference cycle
-            hesscale.attach(bowl(w, seed)).backward(create_graph=True)
-    assert_close(w.curvature, once[0] + once[1])
-    w.grad = None
-
-
-def test_two_threads_on_the_same_parameters() -> None:
-    w = nn.Parameter(random(2, 3))
-    once = sum(hesscale.diagonal(bowl(w, seed), w)[0] for seed in range(2))
-    for _ in range(50):
-        w.grad = None
-        threads = [threading.Thread(target=lambda seed=seed: hesscale.backward(bowl(w, seed))) for seed in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert_close(w.curvature, once)
-
-
-def test_a_parameter_that_was_out_of_use_starts_afresh_alone() -> None:
-    u, v = leaf(2, 3), leaf(2, 3, seed=1)
-    hesscale.backward(bowl(u) + bowl(v))
-    once = u.curvature.clone()
-    v.grad = None
-    hesscale.backward(bowl(u) + bowl(v))
-    assert_close(u.curvature, 2 * once)
-    assert_close(v.curvature, once)
-
-
-def test_plain_backward_leaves_curvature_alone() -> None:
-    w = leaf(2, 3)
-    bowl(w).backward()
-    assert not hasattr(w, "curvature")
-    hesscale.backward(bowl(w))
-    once = w.curvature.clone()
-    bowl(w).backward()
-    assert torch.equal(w.curvature, once)
+from .tensors import assert_close, bowl, leaf, random
 
 
 def test_retain_graph_allows_a_second_pass_over_the_same_graph() -> None:
@@ -204,16 +88,6 @@ def test_intermediate_tensors_have_a_curvature_too() -> None:
     cut = hidden.detach().requires_grad_()
     assert_close((at_hidden,), hesscale.diagonal(F.mse_loss(F.linear(cut, v), y), cut))
     assert_close((at_w,), hesscale.diagonal(F.mse_loss(F.linear(hidden, v), y), w))
-
-
-def test_intermediate_tensors_inside_an_elementwise_region() -> None:
-    x, g, s = leaf(6), random(6, seed=1), random(6, seed=2)
-    gate = torch.sigmoid(x)
-    at_gate, at_x = hesscale.diagonal(x * gate * gate, [gate, x], g, s)
-    cut = gate.detach().requires_grad_()
-    assert_close((at_gate,), hesscale.diagonal(x.detach() * cut.square(), cut, g, s))
-    # asking for the gate does not cut x·σ²(x) apart
-    assert_close((at_x,), hesscale.diagonal(x * torch.sigmoid(x).square(), x, g, s))
 
 
 def test_diagonal_returns_a_tuple_and_touches_nothing() -> None:
@@ -335,27 +209,6 @@ def test_every_rule_runs_once_per_node_whatever_the_fan_out(calls: Counter[tuple
     assert visits[3] - visits[2] == 2 * (visits[2] - visits[1]) == 4 * (visits[1] - visits[0])
 
 
-def test_output_names_the_border_of_a_loss_in_two_stages() -> None:
-    x, w, v, y = random(5, 3), leaf(4, 3), leaf(3, 4, seed=1), torch.tensor([0, 1, 2, 2, 1])
-    logits = F.linear(torch.tanh(F.linear(x, w)), v)
-    expected = hesscale.diagonal(F.cross_entropy(logits, y), [w, v], method="hesscale_gn", retain_graph=True)
-    staged = F.nll_loss(torch.softmax(logits, 1).log(), y)
-    for output in (logits, [logits]):
-        found = hesscale.diagonal(staged, [w, v], method="hesscale_gn", output=output, retain_graph=True)
-        assert_close(found, expected)
-    # without a border the logarithm alone is taken for the loss
-    unnamed = hesscale.diagonal(staged, [w, v], method="hesscale_gn")
-    assert not torch.allclose(unnamed[1], expected[1], rtol=0.01)
-
-
-def test_a_piecewise_linear_loss_has_no_gauss_newton_curvature() -> None:
-    w = leaf(2, 3)
-    prediction = torch.tanh(F.linear(random(5, 3), w))
-    hesscale.backward(F.l1_loss(prediction, random(5, 2, seed=1)), method="hesscale_gn", retain_graph=True)
-    assert torch.equal(w.curvature, torch.zeros(2, 3, dtype=torch.float64))
-    assert hesscale.diagonal(F.l1_loss(prediction, random(5, 2, seed=1)), w)[0].abs().max() > 1e-3
-
-
 @pytest.mark.parametrize("named", [False, True])
 def test_a_softmax_inside_attention_is_not_the_loss(calls: Counter[tuple[str, bool]], named: bool) -> None:
     x, w, y = random(2, 4, 3), leaf(3, 3), torch.tensor([[0, 1, 2, 1], [2, 2, 0, 1]])
@@ -365,16 +218,6 @@ def test_a_softmax_inside_attention_is_not_the_loss(calls: Counter[tuple[str, bo
     assert calls["SoftmaxBackward0", False] == 1 and calls["SoftmaxBackward0", True] == 0
     assert calls["LogSoftmaxBackward0", True] == 1 and calls["LogSoftmaxBackward0", False] == 0
     assert w.curvature.min() >= 0  # a sum of squares
-
-
-def test_the_gradient_is_a_number_in_nested_derivatives() -> None:
-    """With create_graph=True g depends on x too; f'' is taken at a fixed g all the same."""
-    x = torch.tensor([0.5], dtype=torch.float64, requires_grad=True)
-    y = x * torch.sigmoid(x)
-    with warnings.catch_warnings(action="ignore"):  # torch's, of a reference cycle
-        hesscale.attach((y**3).sum()).backward(create_graph=True)
-    assert_close(x.curvature, exact_diagonal(((x * torch.sigmoid(x)) ** 3).sum(), x)[0])
-    x.grad = None
 
 
 def test_a_seed_may_require_grad() -> None:

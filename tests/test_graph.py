@@ -1,4 +1,4 @@
-"""The door to torch's insides: what is behind it, what is missed when a name is gone, and that nobody goes around it."""
+"""The door to torch's insides: what is behind it, what works when a name is gone, and that nobody goes around it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LIBRARY = Path(graph.__file__).parent
 PRIVATE = re.compile(
     r"\btorch\._(?!foreach_|inductor)\w+|\b_(?:cdata|forward_cls|raw_saved_|execution_engine|fsdp_\w+)\b"
 )
-"""Names of torch that its documentation does not know. ``_saved_*`` and ``_input_metadata`` are what rules are about."""
+"""Names of torch that it does not document; ``_saved_*`` and ``_input_metadata`` are what rules are about."""
 
 
 @pytest.mark.parametrize("path", sorted(LIBRARY.rglob("*.py")), ids=lambda path: str(path.relative_to(LIBRARY)))
@@ -35,7 +35,7 @@ def test_nobody_else_uses_a_private_name(path: Path) -> None:
 
 
 def passes(*, checkpoints: bool = True) -> list[Tensor]:
-    """Curvature of a layer large enough for scratch memory, of an expression in a checkpoint, and of an attached loss."""
+    """Curvature of a layer that uses scratch memory, of an expression in a checkpoint, and of an attached loss."""
     torch.manual_seed(0)
     w = torch.randn(300, 300, dtype=torch.float64, requires_grad=True)
     x = torch.randn(3, 300, dtype=torch.float64)

@@ -112,19 +112,3 @@ def test_a_convolution_costs_one_more_backward() -> None:
     extra = ours.calls - plain.calls
     assert extra["convolution_backward.default"] == 2
     assert extra["threshold_backward.default"] == 2  # a slope of 0 or 1 is its own square
-
-
-def test_a_plan_is_made_once_for_a_graph_that_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = mlp(2)
-    made: list[int] = []
-    original = hesscale.plan.wire
-
-    def wire(rows: Any, targets: Any = None) -> Any:
-        made.append(len(rows))
-        return original(rows, targets)
-
-    monkeypatch.setattr(hesscale.plan, "wire", wire)
-    hesscale.plan._kept_plan.cache_clear()
-    for batch in (3, 3, 3, 5, 3, 5):
-        hesscale.backward(F.cross_entropy(model(torch.randn(batch, 64)), torch.zeros(batch, dtype=torch.long)))
-    assert len(made) == 2

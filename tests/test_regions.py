@@ -1,0 +1,100 @@
+"""Element-wise expressions that part and meet again: exact as a whole, whatever their shape."""
+
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import hesscale
+from hesscale.graph import edge_of, trace
+from hesscale.regions import find_regions
+from hesscale.rules import RULES
+from hesscale.testing import exact_diagonal
+from hesscale.wiring import wire
+
+from .tensors import assert_close, leaf, random
+
+
+def test_intermediate_tensors_inside_an_elementwise_region() -> None:
+    x, g, s = leaf(6), random(6, seed=1), random(6, seed=2)
+    gate = torch.sigmoid(x)
+    at_gate, at_x = hesscale.diagonal(x * gate * gate, [gate, x], g, s)
+    cut = gate.detach().requires_grad_()
+    assert_close((at_gate,), hesscale.diagonal(x.detach() * cut.square(), cut, g, s))
+    # asking for the gate does not cut x·σ²(x) apart
+    assert_close((at_x,), hesscale.diagonal(x * torch.sigmoid(x).square(), x, g, s))
+
+
+def test_the_gradient_is_a_number_in_nested_derivatives() -> None:
+    """With create_graph=True g depends on x too; f'' is taken at a fixed g all the same."""
+    x = torch.tensor([0.5], dtype=torch.float64, requires_grad=True)
+    y = x * torch.sigmoid(x)
+    with warnings.catch_warnings(action="ignore"):  # torch's, of a reference cycle
+        hesscale.attach((y**3).sum()).backward(create_graph=True)
+    assert_close(x.curvature, exact_diagonal(((x * torch.sigmoid(x)) ** 3).sum(), x)[0])
+    x.grad = None
+
+
+def test_the_output_of_an_expression_among_the_targets() -> None:
+    x = leaf(3)
+    h = x * torch.sigmoid(x)
+    found = hesscale.diagonal(h.pow(3).sum(), (x, h))
+    torch.testing.assert_close(found[1], 6 * h.detach())
+
+
+def places_of_regions(y: Tensor) -> list[list[str]]:
+    """The operations of each region, by name."""
+    rows = trace(edge_of(y)[0]).rows
+    rules = [RULES.get(row[0]) for row in rows]
+    regions = find_regions(wire(rows), rules, frozenset())
+    return [[rows[place][0] for place in region.places] for region in regions.values()]
+
+
+FOUND: dict[str, tuple[Callable[[Tensor], Tensor], list[list[str]]]] = {
+    "a square": (lambda x: x * x, [["MulBackward0"]]),
+    "a gate": (lambda x: x * torch.sigmoid(x), [["MulBackward0", "SigmoidBackward0"]]),
+    "a chain": (lambda x: torch.sin(torch.exp(x)), []),
+    "a sum of two": (lambda x: torch.sin(x) + torch.cos(x), [["AddBackward0", "CosBackward0", "SinBackward0"]]),
+    "two in a row": (
+        lambda x: (lambda y: y * torch.tanh(y))(x * x),
+        [["MulBackward0", "TanhBackward0"], ["MulBackward0"]],
+    ),
+    "a broadcast input": (lambda x: x * x.sum(0, keepdim=True), []),
+    "a product with itself": (lambda x: x @ x.mT, []),
+}
+
+
+@pytest.mark.parametrize(("function", "expected"), FOUND.values(), ids=FOUND.keys())
+def test_what_is_a_region(function: Callable[[Tensor], Tensor], expected: list[list[str]]) -> None:
+    found = places_of_regions(function(leaf(3, 3)))
+    assert [sorted(names) for names in found] == [sorted(names) for names in expected]
+
+
+EXPRESSIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "cube": lambda x: x * x * x,
+    "gelu written out": lambda x: 0.5 * x * (1 + torch.tanh(0.8 * (x + 0.04 * x**3))),
+    "a ratio": lambda x: x / (1 + x.abs()),
+    "nested gates": lambda x: (x * torch.sigmoid(x)) * torch.tanh(x * torch.sigmoid(x)),
+    "where": lambda x: torch.where(x > 0, x * x, x * torch.exp(x)),
+    "softplus of a gate": lambda x: x * torch.tanh(F.softplus(x)),
+}
+
+
+@pytest.mark.parametrize("function", EXPRESSIONS.values(), ids=EXPRESSIONS.keys())
+@pytest.mark.parametrize("shape", [(5,), (2, 3), ()])
+def test_expressions_are_exact(function: Callable[[Tensor], Tensor], shape: tuple[int, ...]) -> None:
+    x = leaf(*shape)
+    (found,) = hesscale.diagonal(function(x).pow(3).sum(), x)
+    assert_close(found, exact_diagonal(function(x).pow(3).sum(), x)[0])
+
+
+def test_an_expression_of_two_sources_is_exact_in_each() -> None:
+    x, y = leaf(4), leaf(4, seed=1)
+
+    def loss() -> Tensor:
+        return (x * torch.sigmoid(x) * y + y * torch.tanh(y)).square().sum()
+
+    assert_close(hesscale.diagonal(loss(), [x, y]), exact_diagonal(loss(), [x, y]))
