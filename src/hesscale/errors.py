@@ -1,4 +1,4 @@
-"""What can go wrong before a pass starts, each in words that say what to do."""
+"""What can go wrong before a pass starts, each with advice."""
 
 from collections.abc import Mapping
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from . import graph as graphs
 from . import leaves
-from .fast.workspace import Workspace, lend_from, workspace_of
+from .fast.workspace import Workspace, use_workspace, workspace_of
 from .graph import Graph, Link
 from .plan import Method, Plan, Stop, make_plan
 from .regions import region_curvatures
@@ -64,7 +64,7 @@ class Walk:
         self._pending: dict[Link, Tensor] = {}
         self._arrivals: list[Arrival] = []
         self._handles: list[Any] = []
-        self._lender_before: Workspace | None = None
+        self._workspace_before: Workspace | None = None
         self.scope: Callable[[], AbstractContextManager[None]] = nullcontext
         self._is_mixed = False  # g may be in half precision, or have a graph of its own
         self._is_recorded = False  # create_graph=True
@@ -119,7 +119,7 @@ class Walk:
             self._half = graphs.prepare_saved(self._graph)
         self._prepare(grads)
         if reached:
-            self._lender_before = lend_from(workspace_of(nodes[reached[0]].variable))
+            self._workspace_before = use_workspace(workspace_of(nodes[reached[0]].variable))
         for place in reached:
             self._expect(nodes[place].variable, (place, 0))
         for tensor in self._writes_to:
@@ -213,8 +213,8 @@ class Walk:
         _remove_all(self._handles)
         self._pending.clear()
         self._arrivals.clear()
-        lend_from(self._lender_before)
-        self._lender_before = None
+        use_workspace(self._workspace_before)
+        self._workspace_before = None
         if self._starts_later:
             self._graph = None
 

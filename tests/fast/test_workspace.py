@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import hesscale
 from hesscale.fast import workspace
-from hesscale.fast.workspace import Workspace, lend_from, product, squared, workspace_of
+from hesscale.fast.workspace import Workspace, product, squared, use_workspace, workspace_of
 
 SIZE = (256, 256)  # in float32 more than workspace.LEAST
 LAYOUT = (SIZE, (256, 1))
@@ -22,11 +22,11 @@ LAYOUT = (SIZE, (256, 1))
 
 @contextmanager
 def lending(space: Workspace | None) -> Iterator[None]:
-    before = lend_from(space)
+    before = use_workspace(space)
     try:
         yield
     finally:
-        lend_from(before)
+        use_workspace(before)
 
 
 def network() -> nn.Sequential:
@@ -73,10 +73,10 @@ def test_buffers_that_passes_no_longer_need_are_dropped() -> None:
     lent = weakref.ref(space.empty(*LAYOUT, torch.float32).untyped_storage())
     for _ in range(workspace._KEPT):
         space.begin_pass()
-        assert space._shelves
+        assert space._pools
     space.begin_pass()
     gc.collect()
-    assert not space._shelves and lent() is None
+    assert not space._pools and lent() is None
 
 
 def test_a_pass_puts_curvature_where_that_of_the_last_one_was() -> None:
@@ -121,8 +121,8 @@ def test_a_workspace_goes_with_its_model() -> None:
     buffers = [
         weakref.ref(b)
         for _, own in workspace._LOCAL.by_memory.values()
-        for shelf in own._shelves.values()
-        for b in shelf.buffers
+        for pool in own._pools.values()
+        for b in pool.buffers
     ]
     assert buffers
     del model

@@ -35,7 +35,7 @@ def chunks(rows: int, step: int) -> Iterator[slice]:
 
 
 def scratch_like(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Memory for a result that is laid out like another tensor, lent where that is possible."""
+    """Memory for a result that is laid out like another tensor, reused where that is possible."""
     memory = scratch(like) if dtype in (None, like.dtype) else None
     return torch.empty_like(like, dtype=dtype) if memory is None else memory
 

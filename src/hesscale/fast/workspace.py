@@ -1,11 +1,11 @@
-"""Memory that passes use again and again: large results of rules go where those of the pass before lay.
+"""Scratch memory that is reused between passes: large results of rules go where those of the pass before lay.
 
-A fresh tensor of a megabyte costs more in page faults than the arithmetic on it. A buffer is lent as a tensor of its
-own; it is free again as soon as nobody else has a hold on its memory. So ``p.curvature``, or whatever reference a user
-keeps, is never overwritten, and nothing has to be given back by hand.
+A fresh tensor of a megabyte costs more in page faults than the arithmetic on it. A buffer is handed out as a tensor of
+its own, and is free again as soon as no other tensor refers to its storage. So ``p.curvature``, or whatever reference a
+user keeps, is never overwritten, and nothing has to be released by hand.
 
-A workspace belongs to the memory of a graph's first leaf and to a thread. When that memory is gone, the workspace goes
-with the next pass of the thread. On other devices than the CPU torch's own allocator does the same: nothing is lent.
+A workspace belongs to the storage of a graph's first leaf and to a thread. When that storage is freed, the workspace is
+freed by the next pass of the thread. On devices other than the CPU torch's caching allocator does the same job.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..graph import storage_id, storage_users
 from . import enabled
 
 LEAST: Final = 1 << 18
-"""Bytes from which memory is lent; less comes from torch without page faults."""
+"""Bytes from which memory is reused; smaller allocations come from torch without page faults."""
 
 Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 """Size, strides and dtype."""
@@ -35,7 +35,7 @@ _PLAIN: Final = (Tensor, nn.Parameter)
 
 @final
 class _Buffer:
-    """A tensor that nobody but its workspace sees, and aliases of which are lent."""
+    """A tensor that only its workspace refers to, and aliases of which are handed out."""
 
     __slots__ = ("__weakref__", "_address", "_storage", "alone", "last_pass", "whole")
 
@@ -47,24 +47,24 @@ class _Buffer:
         self.last_pass = 0
 
     def users(self) -> tuple[int, int, int]:
-        """Who has a hold: tensors, the storage's one Python object, other processes (then the memory has moved)."""
+        """References by tensors and by the storage's one Python object, and its address, which changes when shared."""
         storage = self._storage
-        assert storage_users is not None  # nothing is lent without it
+        assert storage_users is not None  # nothing is reused without it
         return storage_users(self._address), getrefcount(storage), storage.data_ptr()
 
 
 @final
-class _Shelf:
+class _Pool:
     """The buffers of one layout and dtype."""
 
     __slots__ = ("buffers", "last")
 
     def __init__(self) -> None:
         self.buffers: list[_Buffer] = []
-        self.last = 0  # the place of the one that was lent last in this pass
+        self.last = 0  # index of the buffer that was handed out last in this pass
 
     def take(self, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> _Buffer:
-        """A free one: that lent last, which may still be in the cache, or the next; a new one where there is none."""
+        """A free buffer: the last one used, which may still be in the cache, or the next; a new one if none is free."""
         last, buffers = self.last, self.buffers
         for place in chain(range(last, len(buffers)), range(last)):
             buffer = buffers[place]
@@ -81,26 +81,26 @@ class Workspace:
     """The buffers of one model on one thread."""
 
     def __init__(self) -> None:
-        self._shelves: dict[Layout, _Shelf] = {}
+        self._pools: dict[Layout, _Pool] = {}
         self._pass = 0
 
     def begin_pass(self) -> None:
         """Counts passes, and drops buffers that the last few did not need."""
         self._pass += 1
-        for layout, shelf in list(self._shelves.items()):
-            shelf.last = 0
-            if any(self._pass - buffer.last_pass > _KEPT for buffer in shelf.buffers):
-                shelf.buffers = [buffer for buffer in shelf.buffers if self._pass - buffer.last_pass <= _KEPT]
-                if not shelf.buffers:
-                    del self._shelves[layout]
+        for layout, pool in list(self._pools.items()):
+            pool.last = 0
+            if any(self._pass - buffer.last_pass > _KEPT for buffer in pool.buffers):
+                pool.buffers = [buffer for buffer in pool.buffers if self._pass - buffer.last_pass <= _KEPT]
+                if not pool.buffers:
+                    del self._pools[layout]
 
     def empty(self, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A tensor with whatever its memory held before."""
         layout = (size, stride, dtype)
-        shelf = self._shelves.get(layout)
-        if shelf is None:
-            shelf = self._shelves[layout] = _Shelf()
-        buffer = shelf.take(size, stride, dtype)
+        pool = self._pools.get(layout)
+        if pool is None:
+            pool = self._pools[layout] = _Pool()
+        buffer = pool.take(size, stride, dtype)
         buffer.last_pass = self._pass
         return buffer.whole.detach()
 
@@ -116,7 +116,7 @@ _LOCAL: Final = _Local()
 
 
 def workspace_of(leaf: Tensor) -> Workspace | None:
-    """The workspace of this thread that goes with the memory of ``leaf``, for a new pass; None if nothing is lent."""
+    """The workspace of this thread that goes with the memory of ``leaf``, for a new pass; None if there is none."""
     if storage_users is None or not enabled() or not _is_plain(leaf):
         return None
     release()
@@ -140,13 +140,13 @@ def _is_plain(tensor: Tensor) -> bool:
     return type(tensor) in _PLAIN and tensor.is_cpu and tensor.layout is torch.strided
 
 
-def lend_from(workspace: Workspace | None) -> Workspace | None:
-    """Makes ``workspace`` the one that the functions below lend from, and returns the one before."""
+def use_workspace(workspace: Workspace | None) -> Workspace | None:
+    """Makes ``workspace`` the one that the functions below allocate from, and returns the one before."""
     before, _LOCAL.current = _LOCAL.current, workspace
     return before
 
 
-def _lender(like: Tensor) -> Workspace | None:
+def _current(like: Tensor) -> Workspace | None:
     """The workspace for a result made from ``like``; None where torch should allocate it itself."""
     if torch.is_grad_enabled() or not _is_plain(like):
         return None
@@ -167,8 +167,8 @@ def squared(x: Tensor) -> Tensor:
 
 
 def _scratch_like(x: Tensor) -> Tensor | None:
-    lender = _lender(x)
-    return None if lender is None or not _is_dense(x) else lender.empty(x.shape, x.stride(), x.dtype)
+    workspace = _current(x)
+    return None if workspace is None or not _is_dense(x) else workspace.empty(x.shape, x.stride(), x.dtype)
 
 
 def _is_dense(x: Tensor) -> bool:
@@ -184,5 +184,5 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     """ab for two matrices."""
     rows, columns = a.shape[0], b.shape[1]
     nbytes = rows * columns * a.itemsize
-    lender = None if nbytes < LEAST else _lender(a)
-    return torch.mm(a, b, out=None if lender is None else lender.empty((rows, columns), (columns, 1), a.dtype))
+    workspace = None if nbytes < LEAST else _current(a)
+    return torch.mm(a, b, out=None if workspace is None else workspace.empty((rows, columns), (columns, 1), a.dtype))

@@ -47,7 +47,7 @@ def pull(node: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         return _pull_in_parts(raw, grads)  # a kernel that insists on its own dtype
     for entry in found:
         if entry is not None and entry.dtype in LOW_PRECISION:
-            return _pull_in_parts(raw, grads)  # one that casts without a word
+            return _pull_in_parts(raw, grads)  # one that casts silently
         if entry is not None and entry.is_sparse:
             return tuple(t.to_dense() if t is not None and t.is_sparse else t for t in found)
     return found
