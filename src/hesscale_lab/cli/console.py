@@ -12,7 +12,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from ..runs import OtherRunError
+from ..interrupts import CODE
+from ..locks import InUseError
+from ..runs import DamagedRunError, OtherRunError
 from ..tasks.archives import DataError
 
 
@@ -29,14 +31,16 @@ def clear_errors(folder: Path) -> Iterator[None]:
         yield
     except OtherRunError as error:
         stop(str(error), code=2)
-    except (DataError, FileNotFoundError) as error:
+    except (DataError, DamagedRunError, InUseError, FileNotFoundError) as error:
         stop(str(error), code=1)
     except ModuleNotFoundError as error:
         stop(f"this needs {error.name}: pip install {error.name}", code=1)
+    except BrokenPipeError:
+        stop(f"nobody reads the output any more; what was measured is in {folder}", code=1)
     except OSError as error:
         stop(f"cannot write to {folder}: {error.strerror or error}", code=1)
     except KeyboardInterrupt:
-        stop(f"stopped; the same command goes on from what is in {folder}", code=130)
+        stop(f"stopped; the same command goes on from what is in {folder}", code=CODE)
 
 
 def not_below(least: int) -> Any:
