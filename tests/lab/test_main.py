@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from hesscale_lab import cli
 from hesscale_lab.cli import COMMANDS, app
+from hesscale_lab.locks import alone
 
 HESSCALE = [sys.executable, "-m", "hesscale_lab"]
 
@@ -49,6 +50,23 @@ def test_a_missing_package_is_one_line_and_code_1(monkeypatch: pytest.MonkeyPatc
     result = CliRunner().invoke(app, ["report", "."])
     assert (result.exit_code, result.stdout) == (1, "")
     assert result.stderr == "hesscale: this needs rich: pip install 'hesscale[lab]'\n"
+
+
+def test_more_seeds_than_there_are_is_one_line_and_code_2(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["quality", "--seeds", "100000", "--out", str(tmp_path / "run")])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == "hesscale: --seeds must be at most 99999, not 100000\n"
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("command", ["quality", "cost"])
+def test_a_study_in_use_is_one_line_and_code_1(command: str, tmp_path: Path) -> None:
+    with alone(tmp_path):
+        result = CliRunner().invoke(app, [command, "--quick", "--out", str(tmp_path)])
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr.startswith(f"hesscale: process {os.getpid()} on ")
+    assert result.stderr.endswith(f" works in {tmp_path}: wait for its end, or stop it\n")
+    assert not list(tmp_path.iterdir())
 
 
 SLOW_IMPORT = """

@@ -43,12 +43,14 @@ def clear_errors(folder: Path) -> Iterator[None]:
         stop(f"stopped; the same command goes on from what is in {folder}", code=CODE)
 
 
-def not_below(least: int) -> Any:
-    """The callback of an option that has a least value."""
+def not_below(least: int, *, most: int | None = None) -> Any:
+    """The callback of an option that has a least value, and perhaps a largest."""
 
     def check(option: typer.CallbackParam, value: int | None) -> int | None:
         if value is not None and value < least:
             stop(f"--{option.name} must be at least {least}, not {value}", code=2)
+        if value is not None and most is not None and value > most:
+            stop(f"--{option.name} must be at most {most}, not {value}", code=2)
         return value
 
     return check

@@ -27,7 +27,10 @@ _ROUNDS = {"full": 30, "quick": 5}
 def quality(
     network: Annotated[NetworkName, typer.Option(help="Whose curvature.")] = NetworkName["paper"],
     quick: Annotated[bool, typer.Option("--quick", help="A small version, in under a minute.")] = False,
-    seeds: Annotated[int | None, typer.Option(callback=not_below(1), help="How many of the authors' seeds.")] = None,
+    seeds: Annotated[
+        int | None,
+        typer.Option(callback=not_below(1, most=approximation_quality.SEEDS), help="How many of the authors' seeds."),
+    ] = None,
     examples: Annotated[int | None, typer.Option(callback=not_below(1), help="Examples per network.")] = None,
     updates: Annotated[
         int | None, typer.Option(callback=not_below(0), help="Of training, before a second measurement.")
