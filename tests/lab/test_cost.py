@@ -90,6 +90,8 @@ def test_parts_and_interrupts_go_on_where_they_stopped(tmp_path: Path, monkeypat
     monkeypatch.setattr(cost, "measure", interrupted)
     assert run(*SMALL, "--only", "headline", "--out", tmp_path)[0] == 0
     assert asked == ["1 layers, batch 1"]
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["asked"] == ["headline"] and config["command"].endswith(" --quick --only headline")
     code, _, complaint = run(*SMALL, "--out", tmp_path)
     assert code == 130
     assert "the same command goes on" in complaint
@@ -100,9 +102,11 @@ def test_parts_and_interrupts_go_on_where_they_stopped(tmp_path: Path, monkeypat
     assert finished.startswith(first)
     assert run(*SMALL, "--out", tmp_path)[0] == 0
     assert (tmp_path / "metrics.jsonl").read_text() == finished
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["asked"] == ["headline", "all"] and config["command"].endswith(" --quick")
     code, _, complaint = run("--quick", "--rounds", 3, "--out", tmp_path)
     assert code == 2
-    assert "holds a run with other command, rounds" in complaint
+    assert "holds a run with other rounds" in complaint
 
 
 @pytest.mark.usefixtures("tiny")

@@ -12,7 +12,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from ..runs import OtherRunError
+from ..interrupts import CODE
+from ..locks import InUseError
+from ..runs import DamagedRunError, OtherRunError
 from ..tasks.archives import DataError
 
 
@@ -29,22 +31,26 @@ def clear_errors(folder: Path) -> Iterator[None]:
         yield
     except OtherRunError as error:
         stop(str(error), code=2)
-    except (DataError, FileNotFoundError) as error:
+    except (DataError, DamagedRunError, InUseError, FileNotFoundError) as error:
         stop(str(error), code=1)
     except ModuleNotFoundError as error:
         stop(f"this needs {error.name}: pip install {error.name}", code=1)
+    except BrokenPipeError:
+        stop(f"nobody reads the output any more; what was measured is in {folder}", code=1)
     except OSError as error:
         stop(f"cannot write to {folder}: {error.strerror or error}", code=1)
     except KeyboardInterrupt:
-        stop(f"stopped; the same command goes on from what is in {folder}", code=130)
+        stop(f"stopped; the same command goes on from what is in {folder}", code=CODE)
 
 
-def not_below(least: int) -> Any:
-    """The callback of an option that has a least value."""
+def not_below(least: int, *, most: int | None = None) -> Any:
+    """The callback of an option that has a least value, and perhaps a largest."""
 
     def check(option: typer.CallbackParam, value: int | None) -> int | None:
         if value is not None and value < least:
             stop(f"--{option.name} must be at least {least}, not {value}", code=2)
+        if value is not None and most is not None and value > most:
+            stop(f"--{option.name} must be at most {most}, not {value}", code=2)
         return value
 
     return check

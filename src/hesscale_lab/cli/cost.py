@@ -12,8 +12,9 @@ import typer
 from rich.table import Table
 
 from .. import runs
+from ..locks import alone
 from ..plots import cost as plot
-from ..runs import Run, open_run
+from ..runs import Run, amend, open_run
 from ..studies import cost as study
 from ..studies import step_memory
 from ..studies.optimizer_steps import HARDEST, UNIT, Method, installed, left_out
@@ -61,9 +62,10 @@ def cost(
     name = "-".join(["quick" if quick else "full", *(re.sub(r"\W+", "-", one) for one in optimizer or ())])
     folder = out or Path("runs") / "cost" / name
     missing = None if optimizer else left_out()
-    with clear_errors(folder), runs.threads(threads):
+    with clear_errors(folder), alone(folder), runs.threads(threads):
         count = rounds or _ROUNDS["quick" if quick else "full"]
-        run = open_run(folder, _config(methods, optimizer or (), quick, count, threads))
+        run = open_run(folder, _config(methods, optimizer or (), quick, count, threads), free=("command", "asked"))
+        _note(run, only, _command(optimizer or (), quick, count, threads))
         if missing:
             typer.echo(f"hesscale: {missing}", err=True)
         _measure(run, methods, _chosen(only, quick))
@@ -84,14 +86,27 @@ def _methods(names: Sequence[str]) -> list[Method]:
 
 
 def _config(methods: Sequence[Method], names: Sequence[str], quick: bool, rounds: int, threads: int) -> dict[str, Any]:
-    options = (" --quick" if quick else "") + "".join(f' --optimizer "{name}"' for name in names)
     return {
-        "command": f"hesscale cost --rounds {rounds} --threads {threads}{options}",
+        "command": _command(names, quick, rounds, threads),
+        "asked": [],
         "optimizers": [method.name for method in methods],
         "quick": quick,
         "rounds": rounds,
         "threads": threads,
     }
+
+
+def _command(names: Sequence[str], quick: bool, rounds: int, threads: int) -> str:
+    options = (" --quick" if quick else "") + "".join(f' --optimizer "{name}"' for name in names)
+    return f"hesscale cost --rounds {rounds} --threads {threads}{options}"
+
+
+def _note(run: Run, only: Part | None, command: str) -> None:
+    """Writes down which parts were asked for so far, and the commands that repeat them."""
+    asked = [*dict.fromkeys([*run.config.get("asked", ["all"]), only.value if only else "all"])]
+    wanted = ["all"] if "all" in asked else asked
+    commands = [command if part == "all" else f"{command} --only {part}" for part in wanted]
+    amend(run, asked=asked, command=" && ".join(commands))
 
 
 def _chosen(only: Part | None, quick: bool) -> list[Cell]:

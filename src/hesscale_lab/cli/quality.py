@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from ..locks import alone
 from ..plots import approximation_quality as quality_plot
 from ..plots import error_per_time as time_plot
 from ..runs import Run, one_thread, open_run
@@ -26,7 +27,10 @@ _ROUNDS = {"full": 30, "quick": 5}
 def quality(
     network: Annotated[NetworkName, typer.Option(help="Whose curvature.")] = NetworkName["paper"],
     quick: Annotated[bool, typer.Option("--quick", help="A small version, in under a minute.")] = False,
-    seeds: Annotated[int | None, typer.Option(callback=not_below(1), help="How many of the authors' seeds.")] = None,
+    seeds: Annotated[
+        int | None,
+        typer.Option(callback=not_below(1, most=approximation_quality.SEEDS), help="How many of the authors' seeds."),
+    ] = None,
     examples: Annotated[int | None, typer.Option(callback=not_below(1), help="Examples per network.")] = None,
     updates: Annotated[
         int | None, typer.Option(callback=not_below(0), help="Of training, before a second measurement.")
@@ -49,7 +53,7 @@ def quality(
         row.quick if quick else row.full, **{key: value for key, value in asked.items() if value is not None}
     )
     folder = out or Path("runs") / "quality" / (f"{network.value}-quick" if quick else network.value)
-    with clear_errors(folder), one_thread():
+    with clear_errors(folder), alone(folder), one_thread():
         run = open_run(folder, _config(network.value, size, _ROUNDS[pace]))
         _measure(run, size, data)
         for stage in STAGES:

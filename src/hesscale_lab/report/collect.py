@@ -170,7 +170,8 @@ def _runs(folders: Iterable[Path]) -> Iterator[Run]:
 def _keys(config: Mapping[str, Any]) -> tuple[Conditions, Setting]:
     """The experiment that a run belongs to, and its setting there."""
     fields = config.get("fields") or {}
-    pairs = fields.items() if isinstance(fields, Mapping) else fields
+    pairs = [*(fields.items() if isinstance(fields, Mapping) else fields)]
+    pairs += [("processes", count) for count in [config.get("processes", 1)] if count != 1]
     written = ", ".join(f"{name} {value}" for name, value in pairs)
     lr, beta1, beta2 = (float(config[name]) for name in ("lr", "beta1", "beta2"))
     conditions = Conditions(config["task"], int(config["epochs"]), config.get("subset"), written)
