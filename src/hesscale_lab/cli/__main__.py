@@ -1,5 +1,5 @@
 """``python -m hesscale_lab.cli``, which torchrun needs."""
 
-from . import app
+from ..__main__ import main
 
-app()
+main()

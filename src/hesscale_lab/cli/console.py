@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
@@ -12,7 +12,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from ..runs import OtherRunError
+from ..extras import what_to_install
+from ..plots.drawn import save
+from ..report import table as report_table
+from ..report.kinds import Kind
+from ..runs import OtherRunError, Run
+from ..studies.reading import read
 from ..tasks.archives import DataError
 
 
@@ -32,7 +37,7 @@ def clear_errors(folder: Path) -> Iterator[None]:
     except (DataError, FileNotFoundError) as error:
         stop(str(error), code=1)
     except ModuleNotFoundError as error:
-        stop(f"this needs {error.name}: pip install {error.name}", code=1)
+        stop(what_to_install(error), code=1)
     except OSError as error:
         stop(f"cannot write to {folder}: {error.strerror or error}", code=1)
     except KeyboardInterrupt:
@@ -62,4 +67,25 @@ def show(table: Table, headings: Sequence[str], rows: Sequence[Sequence[str]]) -
         table.add_column(heading, justify="left" if not place else "right")
     for row in rows:
         table.add_row(*row)
-    Console().print(table)
+    Console(markup=False).print(table)
+
+
+def show_report(tables: Iterable[report_table.Table]) -> None:
+    """Prints tables of a report, each with its note below it."""
+    for one in tables:
+        show(Table(title=one.title, caption=one.note or None), one.headings, one.rows)
+
+
+def show_study(run: Run, kind: Kind) -> None:
+    """Prints the tables of a study, and draws its figures into its folder."""
+    records, config = read(run, kind.checks).records, run.config
+    show_report(kind.tables(config, records))
+    for drawn in kind.figures(config, records):
+        for path in save(drawn.figure, run.folder / drawn.name):
+            typer.echo(f"wrote {path}")
+
+
+def name_left_out(lines: Iterable[str]) -> None:
+    """Says on stderr what could not be read."""
+    for line in lines:
+        typer.echo(f"hesscale: left out {line}", err=True)

@@ -20,4 +20,4 @@ def estimate(values: Sequence[float]) -> Estimate:
     mean = math.fsum(values) / count
     if count == 1:
         return Estimate(mean, math.nan)
-    return Estimate(mean, math.sqrt(math.fsum((x - mean) ** 2 for x in values) / (count - 1) / count))
+    return Estimate(mean, math.hypot(*(x - mean for x in values)) / math.sqrt((count - 1) * count))
