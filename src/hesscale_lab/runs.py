@@ -88,10 +88,10 @@ def _replace(path: Path, text: str) -> None:
 def _drop_half_a_line(path: Path) -> None:
     """An interrupt may have cut the last line off; what it stood for is measured again."""
     if path.exists():
-        text = path.read_text(encoding="utf-8")
-        whole = text[: text.rfind("\n") + 1]
-        if whole != text:
-            _replace(path, whole)
+        content = path.read_bytes()
+        whole = content.rfind(b"\n") + 1
+        if whole != len(content):
+            os.truncate(path, whole)
 
 
 def environment() -> dict[str, Any]:

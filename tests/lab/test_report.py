@@ -17,10 +17,11 @@ from hesscale_lab.cli.report import report as report_command
 from hesscale_lab.plots import learning_curves, sensitivity
 from hesscale_lab.plots.colors import STYLES, styles
 from hesscale_lab.plots.learning_curves import Against
-from hesscale_lab.report.collect import Experiment, collect, power
+from hesscale_lab.report.collect import Experiment, collect
 from hesscale_lab.report.estimate import Estimate, estimate
 from hesscale_lab.report.paper import paper_curves
 from hesscale_lab.report.tables import final_table, plain, settings_table
+from hesscale_lab.wording import power
 
 from .made_up_runs import ADAM, cut_off, make_run, make_seeds
 
@@ -160,7 +161,7 @@ def test_most_seeds_are_chosen_then_the_smallest_area(tmp_path: Path) -> None:
 
 def test_estimates() -> None:
     assert estimate([1.0, 3.0]) == Estimate(2.0, 1.0)
-    assert [power(value) for value in (1e-4, 0.1, 1.0, 10.0, 3e-4, 0.0)] == ["1e-4", "1e-1", "1", "1e1", "0.0003", "0"]
+    assert [power(value) for value in (1e-4, 0.1, 1.0, 10.0, 3e-4, 0.0)] == ["1e-4", "1e-1", "1", "1e1", "3e-4", "0"]
 
 
 def test_optimizers_keep_their_colors() -> None:
@@ -183,7 +184,7 @@ def test_the_papers_curves() -> None:
         task: paper_curves(task)["Adam"].epochs for task in ("cifar10-3c3d", "cifar100-3c3d", "cifar100-allcnnc")
     }
     assert lengths == {"cifar10-3c3d": 100, "cifar100-3c3d": 200, "cifar100-allcnnc": 350}
-    assert "BL89" not in paper_curves("cifar100-3c3d")
+    assert "AdaBL89" not in paper_curves("cifar100-3c3d")
     assert paper_curves("digits") == {}
 
 
@@ -207,11 +208,12 @@ def test_the_page_needs_nothing_else(tmp_path: Path) -> None:
     out = tmp_path / "new" / "report"
     code, complaint = report(runs, "--out", out)
     assert code == 0
-    assert complaint.startswith(f"hesscale: left out {runs / 'broken'}: not readable as a run")
+    assert complaint.startswith(f"hesscale: left out {runs / 'broken'}: config.json is not readable (")
     assert complaint.count("\n") == 1
     names = [f"mnist-mlp-e3-{name}" for name in ("epochs", "seconds", "sensitivity")]
     assert {path.name for path in out.iterdir()} == {
         "report.html",
+        "report.csv",
         *(f"{name}.{kind}" for name in names for kind in ("png", "svg")),
     }
     text = (out / "report.html").read_text()

@@ -17,7 +17,7 @@ from ..plots.drawn import save
 from ..report import table as report_table
 from ..report.kinds import Kind
 from ..runs import OtherRunError, Run
-from ..studies.reading import read
+from ..studies.reading import Record, read
 from ..tasks.archives import DataError
 
 
@@ -78,9 +78,14 @@ def show_report(tables: Iterable[report_table.Table]) -> None:
 
 def show_study(run: Run, kind: Kind) -> None:
     """Prints the tables of a study, and draws its figures into its folder."""
-    records, config = read(run, kind.checks).records, run.config
-    show_report(kind.tables(config, records))
-    for drawn in kind.figures(config, records):
+    records = read(run, kind.checks).records
+    show_report(kind.tables(run.config, records))
+    draw(run, kind, records)
+
+
+def draw(run: Run, kind: Kind, records: Sequence[Record]) -> None:
+    """Writes the figures of a study into its folder."""
+    for drawn in kind.figures(run.config, records):
         for path in save(drawn.figure, run.folder / drawn.name):
             typer.echo(f"wrote {path}")
 

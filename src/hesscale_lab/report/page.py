@@ -54,7 +54,7 @@ figure img { display: block; max-width: 100%; height: auto; }
 figcaption { margin-top: 0.6rem; font-size: 0.95rem; }
 .pan { overflow-x: auto; }
 @media (max-width: 640px) { .pan img { max-width: none; width: 48rem; } }
-.scroll { overflow-x: auto; width: fit-content; max-width: 100%;
+.scroll { overflow-x: auto; width: fit-content; max-width: 100%; margin: 0.9rem 0 0.5rem;
   border: 1px solid var(--line); border-radius: 8px; background: var(--card); }
 .scroll:focus-visible { outline: 2px solid var(--link); }
 table { border-collapse: collapse; font-size: 0.84rem; font-variant-numeric: tabular-nums;

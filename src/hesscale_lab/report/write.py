@@ -60,7 +60,8 @@ def write(collection: Collection, out: Path) -> Written:
 
 def _lead(collection: Collection) -> str:
     runs = sum(len(s.seeds) for experiment in collection.experiments for s in experiment.series)
-    return f"{counted(runs, 'training')} and {counted(len(collection.studies), 'other run')}"
+    counts = {"training": runs, "other run" if runs else "run": len(collection.studies)}
+    return " and ".join(counted(count, noun) for noun, count in counts.items() if count)
 
 
 def _experiment_section(experiment: Experiment, out: Path, written: list[Path]) -> Section:
