@@ -5,12 +5,14 @@ from __future__ import annotations
 import sys
 
 from .extras import what_to_install
+from .interrupts import end_at_ctrl_c
 
 
 def main() -> None:
     """Runs the command; without the lab's extra, says in one line how to get it."""
     try:
-        from .cli import app
+        with end_at_ctrl_c():
+            from .cli import app
     except ModuleNotFoundError as error:
         sys.exit(f"hesscale: {what_to_install(error)}")
     app()

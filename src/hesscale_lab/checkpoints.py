@@ -2,43 +2,37 @@
 
 from __future__ import annotations
 
-import os
-import pickle
+import io
 from pathlib import Path
 from typing import Any
 
 import torch
 
-NAME = "checkpoint.pt"
+from . import durable
+from .runs import DamagedRunError
+
+NAME, WEIGHTS = "checkpoint.pt", "weights.pt"
 
 
-def save(folder: Path, state: dict[str, Any]) -> None:
+def save(path: Path, state: dict[str, Any]) -> None:
     """Writes the state; if that fails or is interrupted, the one before it stays as it was."""
-    fresh = folder / f"{NAME}.new"
-    try:
-        with fresh.open("wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(fresh, folder / NAME)
-    except RuntimeError as error:  # torch hides what the system said, such as that the disk is full
-        raise OSError(f"the checkpoint could not be written ({error})") from error
-    finally:
-        fresh.unlink(missing_ok=True)
+    buffer = io.BytesIO()  # torch, given a file, hides what the system said, such as that the disk is full
+    torch.save(state, buffer)
+    durable.replace(path, buffer.getvalue())
 
 
-def load(folder: Path) -> dict[str, Any] | None:
+def load(path: Path) -> dict[str, Any] | None:
     """The last state that was saved, if there is one."""
-    path = folder / NAME
     if not path.exists():
         return None
+    content = path.read_bytes()
     try:
-        state: dict[str, Any] = torch.load(path, weights_only=True)
-    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise OSError(f"{path} is damaged: delete it to train from the start") from error
+        state: dict[str, Any] = torch.load(io.BytesIO(content), weights_only=True)
+    except Exception as error:  # whatever torch and pickle make of bytes that are not theirs
+        raise damaged(path) from error
     return state
 
 
-def remove(folder: Path) -> None:
-    """Deletes the state, once it is not needed any more."""
-    (folder / NAME).unlink(missing_ok=True)
+def damaged(path: Path) -> DamagedRunError:
+    """The error that says that the file is not what a training left there."""
+    return DamagedRunError(f"{path} is damaged, or of another run: delete it to train from the start")

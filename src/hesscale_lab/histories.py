@@ -47,26 +47,55 @@ def read_history(run: Run) -> History | None:
     A run that became not finite goes on with its values of epoch 0, as in the authors' harness (DeepOBS): an average
     over seeds then pays for it, and no NaN hides the other seeds.
     """
-    by_epoch: dict[int, dict[str, Any]] = {}
-    end = None
-    for record in run.records:
-        if record["kind"] == "epoch":
-            by_epoch[record["epoch"]] = record
-        elif record["kind"] == "end":
-            end = record["reason"]
+    by_epoch, end = _read(run)
     measured: list[dict[str, Any]] = []
     while len(measured) in by_epoch and _is_finite(by_epoch[len(measured)]):
         measured.append(by_epoch[len(measured)])
     if not measured:
         return None
-    broke = end == State.NOT_FINITE or len(measured) in by_epoch
+    ended = _is_complete(run, by_epoch, end)
+    broke = (ended and end["reason"] == State.NOT_FINITE) or len(measured) in by_epoch
     missing = max(0, run.config["epochs"] + 1 - len(measured)) if broke else 0
-    state = State.NOT_FINITE if broke else State.FINISHED if end == State.FINISHED else State.UNFINISHED
     return History(
         values={name: tuple(float(r[name]) for r in [*measured, *measured[:1] * missing]) for name in METRICS},
         seconds=(*(float(record["seconds"]) for record in measured), *[math.nan] * missing),
-        state=state,
+        state=State.NOT_FINITE if broke else State.FINISHED if ended else State.UNFINISHED,
     )
+
+
+def is_finished(run: Run) -> bool:
+    """Whether the training came to its end, or was stopped by a value that was not finite, and no epoch is missing."""
+    return _is_complete(run, *_read(run))
+
+
+def _is_complete(run: Run, by_epoch: Mapping[int, Any], end: Mapping[str, Any]) -> bool:
+    if not end:
+        return False
+    count = end["epoch"] if end["reason"] == State.NOT_FINITE else run.config["epochs"] + 1
+    return all(epoch in by_epoch for epoch in range(count))
+
+
+def _read(run: Run) -> tuple[dict[int, dict[str, Any]], dict[str, Any]]:
+    """The records by epoch, and the one that says how the run ended, empty if it has not."""
+    by_epoch: dict[int, dict[str, Any]] = {}
+    end: dict[str, Any] = {}
+    for number, record in enumerate(run.records, start=1):
+        if not _is_whole(record):
+            raise run.damaged(number)
+        if record["kind"] == "epoch":
+            by_epoch[record["epoch"]] = record
+        elif record["kind"] == "end":
+            end = record
+    return by_epoch, end
+
+
+def _is_whole(record: Mapping[str, Any]) -> bool:
+    match record:
+        case {"kind": "epoch", "epoch": int(), "seconds": int() | float(), **rest}:
+            return all(name in rest and isinstance(rest[name], int | float | None) for name in METRICS)
+        case {"kind": "end", "epoch": int(), "reason": str()}:
+            return True
+    return record["kind"] not in ("epoch", "end")
 
 
 def _is_finite(record: Mapping[str, Any]) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -39,11 +39,15 @@ class Team:
         return self.rank == 0
 
     def share(self, find: Callable[[], Found]) -> Found:
-        """What the first process finds, known to all."""
-        found = [find()] if self.is_first else [None]
-        if self.count > 1:
-            dist.broadcast_object_list(found)
-        return found[0]  # type: ignore[return-value]
+        """What the first process finds, known to all; what it raises is raised by all."""
+        if self.count == 1:
+            return find()
+        outcome: list[Any] = [_outcome(find)] if self.is_first else [None]
+        dist.broadcast_object_list(outcome)
+        found, error = outcome[0]
+        if error is not None:
+            raise error
+        return found
 
     def part(self, batch: Tensor) -> Tensor:
         """This process's part of a batch."""
@@ -72,3 +76,10 @@ class Team:
         """Until all are here."""
         if self.count > 1:
             dist.barrier()
+
+
+def _outcome(find: Callable[[], Any]) -> tuple[Any, Exception | None]:
+    try:
+        return find(), None
+    except Exception as error:  # the others wait for an answer, whatever it is
+        return None, error

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +15,19 @@ import torch
 
 import hesscale
 
+from . import durable
+
 CONFIG, ENVIRONMENT, METRICS = "config.json", "environment.json", "metrics.jsonl"
+_FORMERLY = {"processes": 1}
+"""What a config means that was written before there was such a key."""
 
 
 class OtherRunError(ValueError):
     """The folder holds a run of other settings."""
+
+
+class DamagedRunError(ValueError):
+    """A file of a run does not hold what was written there."""
 
 
 @dataclass(frozen=True)
@@ -32,66 +39,93 @@ class Run:
     @property
     def config(self) -> dict[str, Any]:
         """The settings."""
-        return dict(json.loads((self.folder / CONFIG).read_text(encoding="utf-8")))
+        path = self.folder / CONFIG
+        try:
+            return dict(json.loads(path.read_text(encoding="utf-8")))
+        except (ValueError, TypeError) as error:
+            raise DamagedRunError(f"{path} is damaged: delete it to begin this run anew") from error
 
     @property
     def records(self) -> list[dict[str, Any]]:
         """Everything measured so far; a last line that is still being written is not part of it."""
         path = self.folder / METRICS
-        text = path.read_text(encoding="utf-8") if path.exists() else ""
-        return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+        lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+        return [self._record(number, line) for number, line in enumerate(lines, start=1)]
+
+    def _record(self, number: int, line: bytes) -> dict[str, Any]:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            record = None
+        if not isinstance(record, dict) or "kind" not in record:
+            raise self.damaged(number)
+        return record
+
+    def damaged(self, number: int) -> DamagedRunError:
+        """The error that says that this line, counted from 1, holds no measurement."""
+        path = self.folder / METRICS
+        return DamagedRunError(f"{path}, line {number}, is damaged: mend it, or delete the file to measure anew")
 
     def add(self, *records: Mapping[str, Any]) -> None:
-        """Appends one line per record, all of them at once."""
-        lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
-        with (self.folder / METRICS).open("a", encoding="utf-8") as file:
-            file.write(lines)
+        """Appends one line per record, all of them at once; on return they are on the disk."""
+        durable.append(self.folder / METRICS, _lines(records))
 
 
-def open_run(folder: Path, config: Mapping[str, Any]) -> Run:
-    """The run in this folder, begun or taken up again; OSError if it cannot be written, OtherRunError if it differs."""
+def open_run(folder: Path, config: Mapping[str, Any], *, free: Collection[str] = ()) -> Run:
+    """The run in this folder, begun or taken up again; OSError if it cannot be written, OtherRunError if it differs.
+
+    Keys of the config that are ``free`` may differ; the folder's stay.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     # found out before the work starts rather than after it
     with tempfile.TemporaryFile(dir=folder):
         pass
     run = Run(folder)
-    wanted = json.loads(json.dumps(config))
     if (folder / CONFIG).exists():
-        differing = [key for key in {**wanted, **run.config} if wanted.get(key) != run.config.get(key)]
-        if differing:
-            raise OtherRunError(f"{folder} holds a run with other {', '.join(differing)}: choose another --out")
+        require_same(run, config, free=free)
         _drop_half_a_line(folder / METRICS)
         return run
     (folder / METRICS).unlink(missing_ok=True)
-    for name, content in ((ENVIRONMENT, environment()), (CONFIG, wanted)):  # with its config.json a run exists
-        _replace(folder / name, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+    _write_json(folder / ENVIRONMENT, environment())
+    _write_json(folder / CONFIG, config)  # with its config.json a run exists
     return run
 
 
-def keep_records(run: Run, wanted: Callable[[Mapping[str, Any]], bool]) -> None:
-    """Drops what was measured after the state that a run goes on from."""
-    kept = [record for record in run.records if wanted(record)]
-    if len(kept) != len(run.records):
-        _replace(run.folder / METRICS, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in kept))
+def require_same(run: Run, config: Mapping[str, Any], *, free: Collection[str] = ()) -> None:
+    """OtherRunError if the run's config is not this one, but for keys that are ``free``."""
+    wanted, found = ({**_FORMERLY, **one} for one in (json.loads(json.dumps(config)), run.config))
+    differing = [key for key in {**wanted, **found} if key not in free and wanted.get(key) != found.get(key)]
+    if differing:
+        raise OtherRunError(f"{run.folder} holds a run with other {', '.join(differing)}: choose another --out")
 
 
-def _replace(path: Path, text: str) -> None:
-    """Writes a file that is never half there."""
-    fresh = path.with_name(f"{path.name}.new")
-    try:
-        fresh.write_text(text, encoding="utf-8")
-        os.replace(fresh, path)
-    finally:
-        fresh.unlink(missing_ok=True)
+def amend(run: Run, **changes: Any) -> None:
+    """Changes what the run's config says."""
+    _write_json(run.folder / CONFIG, {**run.config, **changes})
+
+
+def replace_records(run: Run, records: Iterable[Mapping[str, Any]]) -> None:
+    """Makes these all that the run measured: those of the state that it goes on from."""
+    path, lines = run.folder / METRICS, _lines(records)
+    if not path.exists() or path.read_bytes() != lines:
+        durable.replace(path, lines)
+
+
+def _lines(records: Iterable[Mapping[str, Any]]) -> bytes:
+    return "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records).encode()
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    durable.replace(path, (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode())
 
 
 def _drop_half_a_line(path: Path) -> None:
     """An interrupt may have cut the last line off; what it stood for is measured again."""
     if path.exists():
         content = path.read_bytes()
-        whole = content.rfind(b"\n") + 1
-        if whole != len(content):
-            os.truncate(path, whole)
+        whole = content[: content.rfind(b"\n") + 1]
+        if whole != content:
+            durable.replace(path, whole)
 
 
 def environment() -> dict[str, Any]:

@@ -5,11 +5,13 @@ How runs are computed is the subject of ``workers``; here is what to run and wha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 
-from .histories import State, read_history
+from .histories import State, is_finished, read_history
 from .runs import Run
 from .training import Settings
 from .workers import Progress, Standing, settings_of
@@ -56,6 +58,7 @@ def grid(
     beta1s: Sequence[float] | None = None,
     beta2s: Sequence[float] | None = None,
     subset: int | None = None,
+    fields: Sequence[tuple[str, Any]] = (),
     seed: int = SEED,
 ) -> list[Settings]:
     """All settings to try; what is not given comes from the tables above."""
@@ -63,8 +66,9 @@ def grid(
     lrs = lrs or OPTIMIZER_LRS.get(optimizer, row.lrs)
     betas = product(beta1s or row.beta1s, beta2s or row.beta2s)
     pairs = [(0.0, 0.0)] if optimizer in WITHOUT_BETAS else list(betas)
+    same: dict[str, Any] = {"seed": seed, "epochs": epochs, "subset": subset, "fields": tuple(sorted(fields))}
     settings = [
-        Settings(task, optimizer, float(lr), float(beta1), float(beta2), seed=seed, epochs=epochs, subset=subset)
+        Settings(task, optimizer, float(lr), float(beta1), float(beta2), **same)
         for lr, (beta1, beta2) in product(lrs, pairs)
     ]
     return list(dict.fromkeys(settings))
@@ -73,9 +77,11 @@ def grid(
 def area(run: Run) -> float:
     """Σ over epochs 0 … E of the mean validation loss; ValueError if the run has not ended.
 
-    After a run became not finite its loss of epoch 0 is used, as in the authors' harness.
+    After a run became not finite its loss of epoch 0 is used, as in the authors' harness; ∞ if not even that is finite.
     """
     history = read_history(run)
+    if history is None and is_finished(run):
+        return math.inf
     if history is None or history.state is State.UNFINISHED:
         raise ValueError(f"{run.folder} has not ended")
     return history.area

@@ -5,21 +5,24 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from . import checkpoints
 from .batches import Data, generator_for
 from .batches import load as load_data
+from .histories import is_finished
+from .locks import alone
 from .optimizers import backward, make_optimizer, optimizer_named, warm_up
 from .processes import Team
-from .runs import CONFIG, Run, keep_records, open_run
+from .runs import CONFIG, DamagedRunError, Run, open_run, replace_records, require_same
 from .tasks.classifiers import seed_dropout
 from .tasks.table import Task, task_named
 
@@ -40,6 +43,7 @@ class Settings:
     epochs: int
     subset: int | None = None  # of the training images
     fields: tuple[tuple[str, Any], ...] = ()  # of the task, with values other than the table's
+    processes: int = 1  # that share each batch
 
     def as_config(self) -> dict[str, Any]:
         """The settings as config.json holds them, with the command that repeats the run."""
@@ -57,7 +61,8 @@ class Settings:
         }
         words = [f"--{name} {value}" for name, value in options.items() if value is not None]
         words += [f"--field {name}={value}" for name, value in sorted(self.fields)]
-        return " ".join(["hesscale train", self.task, *words])
+        together = f"torchrun --nproc-per-node {self.processes} -m hesscale_lab.cli"
+        return " ".join(["hesscale" if self.processes == 1 else together, "train", self.task, *words])
 
 
 def folder_of(settings: Settings, root: Path) -> Path:
@@ -68,6 +73,7 @@ def folder_of(settings: Settings, root: Path) -> Path:
         f"b{_number(settings.beta2, 'g')}",
         f"e{settings.epochs}",
         *([] if settings.subset is None else [f"n{settings.subset}"]),
+        *([] if settings.processes == 1 else [f"p{settings.processes}"]),
         *(f"{name}={value}" for name, value in sorted(settings.fields)),
     ]
     return root / settings.task / settings.optimizer / "-".join(parts) / f"seed{settings.seed}"
@@ -78,71 +84,113 @@ def _number(value: float, short: str) -> str:
     return text if float(text) == value else repr(float(value))
 
 
-def is_finished(run: Run) -> bool:
-    """Whether the training came to its end, or was stopped by a value that was not finite."""
-    return any(record["kind"] == "end" for record in run.records)
-
-
 def train(
     settings: Settings,
     folder: Path,
     *,
     data: Path | None = None,
     watch: Watch | None = None,
+    each_epoch: Watch | None = None,
     tensorboard: bool = False,
+    wait: bool = False,
 ) -> Run:
     """The finished run in this folder: trained from the start, or on from where it was stopped.
 
     ``data``: where the images are; without it they are downloaded. ``watch`` is told how far it is a few times a
-    second. With several processes, as started by torchrun, each takes its part of every batch.
+    second, ``each_epoch`` what was measured after an epoch. With several processes, as started by torchrun, each takes
+    its part of every batch. InUseError if another training works in the folder, or ``wait`` for its end.
     """
     task = task_named(settings.task).with_fields(settings.fields)
     optimizer_named(settings.optimizer)
-    team = Team.current()
-    config = settings.as_config()
-    if team.share(lambda: (folder / CONFIG).exists() and is_finished(open_run(folder, config))):
-        return Run(folder)
+    team, run, config = Team.current(), Run(folder), settings.as_config()
+    if team.count != settings.processes:
+        raise ValueError(f"the settings are for {settings.processes} processes, not {team.count}")
+    if team.share(lambda: _has_ended(run, config)):
+        return run
     images = load_data(task, seed=settings.seed, subset=settings.subset, folder=data)
-    run = open_run(folder, config) if team.is_first else Run(folder)  # not before the data is known to be good
     training = _Training(task, settings, images, team)
-    training.restore(team.share(lambda: checkpoints.load(folder)))
-    if team.is_first:
-        keep_records(run, lambda record: record["epoch"] <= training.epoch)
-    with _board(folder, wanted=tensorboard and team.is_first, after=training.epoch) as board:
-        _train(training, run, watch or (lambda progress: None), board)
-    if team.is_first:
-        checkpoints.remove(folder)
-    team.wait()
+    with ExitStack() as lock:  # not before data and settings are known to be good: it makes the folder
+        team.share(lambda: lock.enter_context(alone(folder, wait=wait)))
+        if not team.share(lambda: _has_ended(run, config)):  # by now, perhaps, in another process
+            training.restore(team.share(lambda: _take_up(run, config)), folder / checkpoints.NAME)
+            with _board(folder, wanted=tensorboard and team.is_first, after=training.epoch) as board:
+                _train(training, run, _Listeners(watch or _nobody, each_epoch or _nobody, board))
+        if team.is_first:
+            (folder / checkpoints.NAME).unlink(missing_ok=True)
+        team.wait()
     return run
 
 
-def _train(training: _Training, run: Run, watch: Watch, board: _Board) -> None:
+def _has_ended(run: Run, config: Mapping[str, Any]) -> bool:
+    """Whether nothing is left to do. Changes nothing: another process may be at work in the folder."""
+    if not (run.folder / CONFIG).exists():
+        return False
+    require_same(run, config)
+    try:
+        return is_finished(run)
+    except DamagedRunError:
+        if (run.folder / checkpoints.NAME).exists():  # it holds what was measured as well
+            return False
+        raise
+
+
+def _take_up(run: Run, config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The state to go on from, if there is one, with metrics.jsonl as it was then: no line too many and none lost."""
+    path = run.folder / checkpoints.NAME
+    state = checkpoints.load(path)
+    if state is not None and not (isinstance(state, dict) and state.get("config") == config and "records" in state):
+        raise checkpoints.damaged(path)
+    open_run(run.folder, config)
+    replace_records(run, state["records"] if state else [])
+    return state
+
+
+def _train(training: _Training, run: Run, listeners: _Listeners) -> None:
     epochs = training.settings.epochs
     try:
         if training.epoch < 0:
             training.epoch = 0
-            _record(training, run, board, last=epochs == 0)
+            _record(training, run, listeners)
         while training.epoch < epochs:
-            training.run_epoch(watch)
-            _record(training, run, board, last=training.epoch == epochs)
+            training.run_epoch(listeners.watch)
+            _record(training, run, listeners)
     except NotFinite:
         if training.team.is_first:
             run.add({"kind": "end", "reason": "not finite", "epoch": training.epoch, "step": training.steps})
 
 
-def _record(training: _Training, run: Run, board: _Board, *, last: bool) -> None:
-    """Measures, and writes first the line, then the checkpoint: a kill between them repeats the epoch, and the line."""
+def _record(training: _Training, run: Run, listeners: _Listeners) -> None:
+    """Measures, and writes first the line, then the checkpoint: a kill between them repeats the epoch, and the line.
+
+    After the last epoch the weights come before the line, which says that all is done.
+    """
     measured = training.team.share(training.measure)
     if not all(math.isfinite(value) for value in measured.values()):
         raise NotFinite
     if not training.team.is_first:
         return
-    epoch = {"kind": "epoch", "epoch": training.epoch, "steps": training.steps, "seconds": training.seconds}
-    end = {"kind": "end", "reason": "finished", "epoch": training.epoch, "step": training.steps}
-    run.add({**epoch, **measured}, *([end] if last else []))
-    board.add(measured, training.epoch)
-    if not last:
-        checkpoints.save(run.folder, training.state())
+    epoch, steps = training.epoch, training.steps
+    record = {"kind": "epoch", "epoch": epoch, "steps": steps, "seconds": training.seconds, **measured}
+    training.records.append(record)
+    if epoch == training.settings.epochs:
+        checkpoints.save(run.folder / checkpoints.WEIGHTS, training.model.state_dict())
+        run.add(record, {"kind": "end", "reason": "finished", "epoch": epoch, "step": steps})
+    else:
+        run.add(record)
+        checkpoints.save(run.folder / checkpoints.NAME, training.state())
+    listeners.board.add(measured, epoch)
+    listeners.each_epoch(record)
+
+
+def trained_model(folder: Path) -> nn.Module:
+    """The network of a finished run with its final weights, as for evaluation; FileNotFoundError if it has none."""
+    config, path = Run(folder).config, folder / checkpoints.WEIGHTS
+    model = task_named(config["task"]).with_fields(tuple(config["fields"].items())).make(torch.Generator())
+    weights = checkpoints.load(path)
+    if weights is None:
+        raise FileNotFoundError(f"{path} is not there: a run keeps its weights once it has finished")
+    model.load_state_dict(weights)
+    return model.eval()
 
 
 class NotFinite(ArithmeticError):
@@ -155,6 +203,7 @@ class _Training:
     def __init__(self, task: Task, settings: Settings, data: Data, team: Team) -> None:
         self.task, self.settings, self.data, self.team = task, settings, data, team
         self.epoch, self.steps, self.seconds = -1, 0, 0.0
+        self.records: list[dict[str, Any]] = []  # of the epochs so far
         self.model = task.make(generator_for(settings.seed, "weights"))
         self.optimizer = self._optimizer()
         self.shared = team.wrap(self.model, self.optimizer, batch=task.batch)
@@ -173,15 +222,26 @@ class _Training:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds. Generators are not in it: they are made anew for each epoch."""
-        progress = {"epoch": self.epoch, "steps": self.steps, "seconds": self.seconds}
-        return {**progress, "model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        return {
+            "config": self.settings.as_config(),
+            "records": self.records,
+            "seconds": self.seconds,
+            "steps": self.steps,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+        }
 
-    def restore(self, state: dict[str, Any] | None) -> None:
-        """Goes back to such a state, if there is one."""
-        if state is not None:
-            self.epoch, self.steps, self.seconds = state["epoch"], state["steps"], state["seconds"]
+    def restore(self, state: dict[str, Any] | None, path: Path) -> None:
+        """Goes back to such a state, if there is one, read from this file."""
+        if state is None:
+            return
+        try:
+            self.records, self.steps, self.seconds = state["records"], state["steps"], state["seconds"]
+            self.epoch = len(self.records) - 1
             self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
+        except (LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+            raise checkpoints.damaged(path) from error
 
     def run_epoch(self, watch: Watch) -> None:
         """One pass over the training images."""
@@ -266,6 +326,19 @@ class _Progress:
                 "seconds_per_step": (training.seconds - self.began) / done,
             }
         )
+
+
+@dataclass(frozen=True)
+class _Listeners:
+    """Who is told about a training."""
+
+    watch: Watch
+    each_epoch: Watch
+    board: _Board
+
+
+def _nobody(told: Mapping[str, Any]) -> None:
+    pass
 
 
 class _Board:

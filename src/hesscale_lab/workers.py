@@ -9,16 +9,19 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from .histories import State, read_history
+from .histories import State, is_finished, read_history
 from .memory import keep_freed_memory
-from .runs import CONFIG, Run, one_thread
-from .training import Settings, folder_of, is_finished, train
+from .runs import CONFIG, Run
+from .runs import threads as with_threads
+from .training import Settings, folder_of
+from .training import train as train_one
 
 RETRIES = 3
 """How often the run of a lost worker (killed, out of memory, its machine gone) is taken up by another."""
@@ -28,6 +31,7 @@ _OBJECT_STORE = 100 * 2**20  # bytes; only paths and settings travel, and Ray wo
 _QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 
 Train = Callable[..., Any]
+_train_when_free = partial(train_one, wait=True)
 
 
 class WorkersError(RuntimeError):
@@ -71,14 +75,16 @@ def run_all(
     data: Path | None = None,
     address: str | None = None,
     workers: int | None = None,
+    threads: int = 1,
     watch: Watch | None = None,
-    train: Train = train,
+    train: Train = _train_when_free,
 ) -> list[Progress]:
     """How each of these runs ended, in their order. One that failed does not stop the others.
 
     ``address``: a Ray cluster whose machines all see ``root`` and ``data`` at the same paths; without it the runs stay
-    here. ``workers``: how many run at once, else all cores. ``watch`` is told twice a second how all of them stand.
-    Finished runs are not touched, and if all are, Ray is not even started.
+    here. ``workers``: how many run at once, else as many as there are cores for, with ``threads`` each. ``watch`` is
+    told twice a second how all of them stand. Finished runs are not touched, and if all are, Ray is not even started.
+    A run in which another process is at work, be it a worker that was given up for lost, waits for its end.
     """
     root, data = root.absolute(), data.absolute() if data else None  # a worker may be elsewhere
     board = {one: standing_of(one, folder_of(one, root)) for one in settings}
@@ -86,8 +92,8 @@ def run_all(
     tell(list(board.values()))
     missing = [one for one, progress in board.items() if not progress.has_ended]
     if missing:
-        with cluster(address, workers=workers) as room:
-            _run(missing, board, room, data=data, train=train, tell=tell)
+        with cluster(address, workers=workers, threads=threads) as room:
+            _run(missing, board, room, data=data, threads=threads, train=train, tell=tell)
     return list(board.values())
 
 
@@ -97,19 +103,20 @@ def _run(
     room: int,
     *,
     data: Path | None,
+    threads: int,
     train: Train,
     tell: Watch,
 ) -> None:
     """Hands out as many at a time as there is room for, so that what was handed out is what runs."""
     import ray
 
-    remote = ray.remote(num_cpus=1, max_retries=RETRIES, retry_exceptions=False)(_work)
+    remote = ray.remote(num_cpus=threads, max_retries=RETRIES, retry_exceptions=False)(_work)
     waiting = list(reversed(missing))
     running: dict[Any, Settings] = {}
     while waiting or running:
         while waiting and len(running) < room:
             one = waiting.pop()
-            running[remote.remote(train, one, board[one].folder, data)] = one
+            running[remote.remote(train, one, board[one].folder, data, threads)] = one
         done, _ = ray.wait(list(running), timeout=_BETWEEN_LOOKS)
         for reference in done:
             one = running.pop(reference)
@@ -119,36 +126,16 @@ def _run(
         tell(list(board.values()))
 
 
-def _work(train: Train, settings: Settings, folder: Path, data: Path | None) -> str | None:
+def _work(train: Train, settings: Settings, folder: Path, data: Path | None, threads: int) -> str | None:
     """Trains, in a worker. An error comes back as one line: only a lost worker shall make Ray try again."""
     keep_freed_memory()
-    with one_thread():
+    with with_threads(threads):
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with _alone(folder):
-                train(settings, folder, data=data)
+            train(settings, folder, data=data)
         except Exception as error:
             text = " ".join(str(error).split())
             return text if isinstance(error, OSError | ValueError) and text else f"{type(error).__name__}: {text}"
     return None
-
-
-@contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Waits for a worker that was given up for lost, or for another sweep, to let go of the folder."""
-    try:
-        import fcntl
-
-        place = os.open(folder, os.O_RDONLY)
-    except (ImportError, OSError):  # Windows has neither
-        yield
-        return
-    try:
-        with suppress(OSError):  # some network file systems lock no folders
-            fcntl.flock(place, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(place)
 
 
 def _error_of(reference: Any) -> str | None:
@@ -187,37 +174,41 @@ def standing_of(settings: Settings, folder: Path, *, otherwise: Standing = Stand
 
 def settings_of(config: Mapping[str, Any]) -> Settings:
     """The settings that a run's config.json holds."""
+    config = {"processes": 1, **config}  # which was not written down formerly
     known = {field.name: config[field.name] for field in fields(Settings)}
     return Settings(**{**known, "fields": tuple(sorted(known["fields"].items()))})
 
 
 @contextmanager
-def cluster(address: str | None = None, *, workers: int | None = None) -> Iterator[int]:
+def cluster(address: str | None = None, *, workers: int | None = None, threads: int = 1) -> Iterator[int]:
     """How many runs fit at once, with Ray started in here; a Ray that was there before is used and left as it is."""
     ray = _ray()
     if ray.is_initialized():
-        yield workers or _cores(ray)
+        room = _room(ray, threads)
+        yield workers or room
         return
     try:
         try:
-            _start(ray, address, workers)
+            _start(ray, address, None if workers is None else workers * threads, least=threads)
         except (OSError, RuntimeError, ValueError) as error:
             where = f"cannot join a Ray cluster at {address}" if address else "Ray does not start"
             # Ray says only that it failed to connect, even where it was turned away
             hint = "; if it wants a token, set RAY_AUTH_MODE=token" if address else ""
             raise WorkersError(f"{where}: {' '.join(str(error).split())}{hint}") from error
-        yield workers or _cores(ray)
+        room = _room(ray, threads)
+        yield workers or room
     finally:
         ray.shutdown()
 
 
-def _start(ray: Any, address: str | None, workers: int | None) -> None:
+def _start(ray: Any, address: str | None, cores: int | None, *, least: int) -> None:
     quiet = {"logging_level": "ERROR", "log_to_driver": False}
     if address:
         _knock(address)
         ray.init(address, **quiet)
     else:  # "local" because without an address Ray would join whatever cluster RAY_ADDRESS names
-        local = {"num_cpus": workers, "include_dashboard": False, "object_store_memory": _OBJECT_STORE}
+        cores = cores or max(least, os.cpu_count() or 1)
+        local = {"num_cpus": cores, "include_dashboard": False, "object_store_memory": _OBJECT_STORE}
         ray.init("local", **quiet, **local)
 
 
@@ -228,8 +219,15 @@ def _knock(address: str) -> None:
         socket.create_connection((host, int(port)), timeout=_TIMEOUT).close()
 
 
-def _cores(ray: Any) -> int:
-    return max(1, int(ray.cluster_resources().get("CPU", 1)))
+def _room(ray: Any, threads: int) -> int:
+    """How many runs of so many threads fit on the machines; WorkersError if none does: Ray would wait for ever."""
+    cores = [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
+    room = sum(count // threads for count in cores)
+    if not room:
+        raise WorkersError(
+            f"no machine has {threads} cores for Ray (at most {max(cores, default=0)}): ask for fewer --threads"
+        )
+    return room
 
 
 def _ray() -> Any:

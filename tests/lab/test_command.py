@@ -14,7 +14,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from hesscale_lab.cli import app, console
+from hesscale_lab.cli import app, study
 from hesscale_lab.extras import what_to_install
 from hesscale_lab.studies import approximation_quality
 
@@ -31,7 +31,7 @@ def quality(*arguments: object) -> tuple[int, str, str]:
 
 def without_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawing takes seconds."""
-    monkeypatch.setattr(console, "draw", lambda run, kind, records: None)
+    monkeypatch.setattr(study, "draw", lambda run, kind, records: None)
 
 
 def test_it_prints_tables_and_writes_a_run(tmp_path: Path) -> None:

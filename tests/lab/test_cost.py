@@ -15,7 +15,7 @@ import typer
 from torch.profiler import record_function
 from typer.testing import CliRunner
 
-from hesscale_lab.cli import console
+from hesscale_lab.cli import study
 from hesscale_lab.cli.cost import cost as command
 from hesscale_lab.plots import cost as plot
 from hesscale_lab.studies import cost, optimizer_steps, step_memory
@@ -81,7 +81,7 @@ def test_it_prints_tables_and_writes_a_run(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.usefixtures("tiny")
 def test_parts_and_interrupts_go_on_where_they_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(console, "draw", lambda run, kind, records: None)
+    monkeypatch.setattr(study, "draw", lambda run, kind, records: None)
     measure, asked = cost.measure, []
 
     def interrupted(cell: Cell, *more: object, **options: object) -> object:
@@ -93,6 +93,8 @@ def test_parts_and_interrupts_go_on_where_they_stopped(tmp_path: Path, monkeypat
     monkeypatch.setattr(cost, "measure", interrupted)
     assert run(*SMALL, "--only", "headline", "--out", tmp_path)[0] == 0
     assert asked == ["1 layers, batch 1"]
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["asked"] == ["headline"] and config["command"].endswith(" --quick --only headline")
     code, _, complaint = run(*SMALL, "--out", tmp_path)
     assert code == 130
     assert "the same command goes on" in complaint
@@ -103,16 +105,18 @@ def test_parts_and_interrupts_go_on_where_they_stopped(tmp_path: Path, monkeypat
     assert finished.startswith(first)
     assert run(*SMALL, "--out", tmp_path)[0] == 0
     assert (tmp_path / "metrics.jsonl").read_text() == finished
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["asked"] == ["headline", "all"] and config["command"].endswith(" --quick")
     code, _, complaint = run("--quick", "--rounds", 3, "--out", tmp_path)
     assert code == 2
-    assert "holds a run with other command, rounds" in complaint
+    assert "holds a run with other rounds" in complaint
 
 
 @pytest.mark.usefixtures("tiny")
 def test_peers_that_are_not_installed_are_left_out_with_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(console, "draw", lambda run, kind, records: None)
+    monkeypatch.setattr(study, "draw", lambda run, kind, records: None)
     peer = optimizer_steps.Method("theirs", lambda problem: pytest.fail("used"), package=("not_there", "not-there"))
     monkeypatch.setattr(optimizer_steps, "METHODS", (*optimizer_steps.METHODS, peer))
     code, _, complaint = run(*SMALL, "--only", "memory", "--out", tmp_path)
@@ -132,7 +136,7 @@ def test_a_count_too_low_is_one_line_and_code_2(option: str, tmp_path: Path) -> 
 def test_one_optimizer_is_measured_beside_the_two_it_is_compared_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(console, "draw", lambda run, kind, records: None)
+    monkeypatch.setattr(study, "draw", lambda run, kind, records: None)
     options = ("--only", "headline", "--optimizer", "AdaHesScale", "--out", tmp_path)
     assert run(*SMALL, *options)[0] == 0
     measured = {record["optimizer"] for record in records_in(tmp_path)}
@@ -316,7 +320,7 @@ def test_backpack_is_offered_without_the_torch_that_it_would_bring() -> None:
 
 @pytest.mark.usefixtures("tiny")
 def test_a_damaged_line_is_named_and_the_rest_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(console, "draw", lambda run, kind, records: None)
+    monkeypatch.setattr(study, "draw", lambda run, kind, records: None)
     assert run(*SMALL, "--only", "headline", "--out", tmp_path)[0] == 0
     with (tmp_path / "metrics.jsonl").open("ab") as file:
         file.write(b'\xff garbage\n{"kind": "time", "cell": "half of a record"}\n')

@@ -8,15 +8,18 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
+from hesscale_lab import workers
 from hesscale_lab.cli.sweep import sweep as sweep_command
+from hesscale_lab.histories import State, read_history
 from hesscale_lab.sweeps import area, choose, grid, repeats, run_all, settings_of, sweep
 from hesscale_lab.training import Settings, folder_of
-from hesscale_lab.workers import Progress, Standing, WorkersError, cluster
+from hesscale_lab.workers import Progress, Standing, WorkersError, cluster, standing_of
 
 from .made_up_runs import ADAM, cut_off, make_run, make_seeds
 
@@ -55,6 +58,29 @@ def test_an_unfinished_run_has_no_area(tmp_path: Path) -> None:
     cut_off(run)
     with pytest.raises(ValueError, match="has not ended"):
         area(run)
+
+
+@pytest.mark.parametrize("end, epoch", [("finished", 3), ("not finite", 3)])
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_a_run_with_a_hole_is_computed_again_and_not_chosen(end: str, epoch: int, lost: int, tmp_path: Path) -> None:
+    """Without the epochs that are missing its area would be the smallest."""
+    run = make_run(tmp_path, ADAM, [9.0, 9.0, 9.0, 0.1], end=end)
+    path = run.folder / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:lost] + lines[lost + 1 :]))
+    history = read_history(run)
+    assert history is None or (history.state, history.epochs) == (State.UNFINISHED, lost - 1)
+    assert standing_of(ADAM, run.folder).standing is Standing.WAITING
+    with pytest.raises(ValueError, match="has not ended"):
+        choose([run])
+
+
+def test_a_run_that_broke_before_training_is_chosen_last(tmp_path: Path) -> None:
+    broken = make_run(tmp_path, ADAM, [], end=None)
+    broken.add({"kind": "end", "reason": "not finite", "epoch": 0, "step": 0})
+    assert area(broken) == math.inf
+    good = replace(ADAM, lr=1.0)
+    assert choose([broken, make_run(tmp_path, good, [2, 1, 1, 1])]) == good
 
 
 def test_the_smallest_mean_area_is_chosen(tmp_path: Path) -> None:
@@ -187,6 +213,9 @@ app.command()(sweep_command)
         (["digits", "--lrs", "1e-3,0"], "--lrs must be above 0"),
         (["digits", "--beta2s", "1"], "--beta2s must be at least 0 and below 1"),
         (["digits", "--seeds", "0"], "--seeds must be at least 1"),
+        (["digits", "--threads", "0"], "--threads must be at least 1"),
+        (["digits", "--field", "activation=foo"], "unknown activation 'foo': choose among"),
+        (["digits", "--lrs", "1e-3,inf"], "--lrs must be above 0 and finite"),
     ],
 )
 def test_bad_input_is_one_line(arguments: list[str], complaint: str, tmp_path: Path) -> None:
@@ -195,6 +224,30 @@ def test_bad_input_is_one_line(arguments: list[str], complaint: str, tmp_path: P
     assert complaint in result.stderr
     assert result.stderr.count("\n") == 1
     assert not (tmp_path / "runs").exists()
+
+
+def test_the_command_searches_with_other_fields(tmp_path: Path) -> None:
+    relu = replace(ADAM, fields=(("activation", "relu"), ("width", 0.5)))
+    make_seeds(tmp_path, relu, [[2, 1, 1, 1]])
+    options = ["--optimizers", "Adam", "--lrs", "1e-3", "--beta1s", "0", "--beta2s", "0.999", "--epochs", "3"]
+    fields = ["--field", "width=0.5", "--field", "activation=relu"]
+    result = CliRunner().invoke(app, ["digits", *options, *fields, "--seeds", "1", "--out", str(tmp_path)])
+    assert result.exit_code == 0
+    assert "│ 5.000 │" in result.stdout
+
+
+def test_threads_take_as_many_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On machines with 7, 2 and 4 cores, of which the last is gone."""
+    nodes = [{"Alive": place < 2, "Resources": {"CPU": cores}} for place, cores in enumerate((7.0, 2.0, 4.0))]
+    ray = SimpleNamespace(is_initialized=lambda: True, nodes=lambda: nodes)
+    monkeypatch.setattr(workers, "_ray", lambda: ray)
+    for threads, room in ((1, 9), (2, 4), (3, 2), (7, 1)):
+        with cluster(threads=threads) as found:
+            assert found == room
+        with cluster(threads=threads, workers=5) as found:
+            assert found == 5
+    with pytest.raises(WorkersError, match=r"no machine has 8 cores for Ray .at most 7.: ask for fewer --threads"):
+        cluster(threads=8).__enter__()
 
 
 def test_the_command_reads_what_is_finished_and_shows_the_choice(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,11 @@ import typer
 from typer.testing import CliRunner
 
 from hesscale_lab.cli.train import train
+from hesscale_lab.locks import alone
 from hesscale_lab.tasks import download
 
 from .small_archives import write_mnist
+from .test_durable import disk_of
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 app.command()(train)
@@ -52,7 +55,11 @@ def test_a_run_that_is_stopped_says_so(tmp_path: Path) -> None:
         (("digits", "--optimizer", "Foo"), "unknown optimizer 'Foo': choose among SGD, Adam"),
         (("digits", "--field", "foo=1"), "unknown field 'foo': choose among variant"),
         (("digits", "--field", "activation"), "a field is given as name=value"),
-        (("digits", "--lr", -1), "--lr must be positive, not -1.0"),
+        (("digits", "--lr", -1), "--lr must be positive and finite, not -1.0"),
+        (("digits", "--lr", "inf"), "--lr must be positive and finite, not inf"),
+        (("digits", "--lr", "nan"), "--lr must be positive and finite, not nan"),
+        (("digits", "--field", "weight_decay=inf"), "weight_decay must be a number from 0, not inf"),
+        (("digits", "--field", "width=inf"), "width must be a positive number, not inf"),
         (("digits", "--beta2", 1), "--beta2 must be at least 0 and below 1, not 1.0"),
         (("digits", "--seeds", 0), "--seeds must be at least 1, not 0"),
         (("digits", "--seeds", 2, "--seed", 1), "choose one of --seed and --seeds"),
@@ -73,6 +80,57 @@ def test_a_folder_that_cannot_be_written_is_one_line_and_code_1(tmp_path: Path) 
     assert code == 1
     assert said.startswith("hesscale: cannot write to ")
     assert said.count("\n") == 1
+
+
+def test_a_folder_in_use_is_one_line_and_code_1(tmp_path: Path) -> None:
+    folder = tmp_path / "digits" / "AdaHesScale" / "lr1e-02-b0.9-b0.999-e1" / "seed0"
+    with alone(folder):
+        code, printed, said = command("digits", "--epochs", 1, "--out", tmp_path)
+    assert (code, printed) == (1, "")
+    assert said.startswith(f"hesscale: process {os.getpid()} on ")
+    assert said.endswith(f" works in {folder}: wait for its end, or stop it\n")
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "config.json", "checkpoint.pt"])
+def test_a_damaged_file_is_one_line_and_code_1(name: str, tmp_path: Path) -> None:
+    arguments = ("digits", "--optimizer", "SGD", "--epochs", 1, "--out", tmp_path)
+    assert command(*arguments)[0] == 0
+    (path,) = tmp_path.rglob("metrics.jsonl")
+    if name == "checkpoint.pt":
+        path.unlink()
+    path.with_name(name).write_text("garbage\n")
+    code, printed, said = command(*arguments)
+    assert (code, printed) == (1, "")
+    assert said.startswith(f"hesscale: {path.with_name(name)}")
+    assert "delete" in said and said.count("\n") == 1
+
+
+def test_a_full_disk_is_one_line_and_code_1(tmp_path: Path) -> None:
+    """The checkpoint of 30 kB does not fit; torch by itself would say something about an unexpected position."""
+    with disk_of(16384):
+        code, printed, said = command("digits", "--epochs", 1, "--out", tmp_path)
+    assert (code, printed) == (1, "")
+    assert said.splitlines()[-1] == f"hesscale: cannot write to {tmp_path}: File too large"
+    assert "Traceback" not in said
+    assert command("digits", "--epochs", 1, "--out", tmp_path)[0] == 0
+
+
+def test_without_a_terminal_there_is_a_line_for_every_epoch(tmp_path: Path) -> None:
+    arguments = ("digits", "--optimizer", "SGD", "--seeds", 2, "--epochs", 2, "--out", tmp_path)
+    _, _, said = command(*arguments)
+    lines = said.splitlines()
+    assert [line[:19] for line in lines] == [f"seed {seed}  epoch {e}/2  " for seed in (0, 1) for e in range(3)]
+    assert all("valid loss 0." in line and "test accuracy " in line for line in (lines[2], lines[5]))
+    assert command(*arguments)[2] == ""  # nothing was trained
+
+
+def test_a_field_given_twice_counts_once(tmp_path: Path) -> None:
+    fields = ("--field", "width=0.5", "--field", "activation=relu", "--field", "width=2")
+    assert command("digits", "--epochs", 0, *fields, "--out", tmp_path)[0] == 0
+    (path,) = tmp_path.rglob("config.json")
+    assert json.loads(path.read_text())["fields"] == {"activation": "relu", "width": 2.0}
+    assert path.parent.parent.name.endswith("-activation=relu-width=2.0")
 
 
 def test_data_that_cannot_be_had_is_one_line_and_code_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

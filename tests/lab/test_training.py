@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import json
 import math
-import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,9 +21,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing import spawn
 
-from hesscale_lab import batches, checkpoints, training
-from hesscale_lab.runs import OtherRunError, Run
-from hesscale_lab.training import Settings, folder_of, is_finished, train
+from hesscale_lab import batches, checkpoints, durable, training
+from hesscale_lab.histories import is_finished
+from hesscale_lab.locks import InUseError, alone
+from hesscale_lab.processes import Team
+from hesscale_lab.runs import DamagedRunError, OtherRunError, Run
+from hesscale_lab.training import Settings, folder_of, train, trained_model
 
 SMALL = Settings("digits", "AdaHesScale", 0.01, 0.9, 0.999, seed=0, epochs=2, subset=96)
 
@@ -52,7 +57,9 @@ def test_what_a_run_leaves_behind(tmp_path: Path) -> None:
     assert all(0 <= record[f"{part}_accuracy"] <= 1 for record in epochs for part in ("train", "valid", "test"))
     assert epochs[0]["seconds"] == 0 < epochs[1]["seconds"] < epochs[2]["seconds"]
     assert end == {"kind": "end", "reason": "finished", "epoch": 2, "step": 6}
-    assert {path.name for path in tmp_path.iterdir()} == {"config.json", "environment.json", "metrics.jsonl"}
+    files = {"config.json", "environment.json", "metrics.jsonl", "weights.pt"}
+    assert {path.name for path in tmp_path.iterdir()} == files
+    assert run.config["processes"] == 1
     assert run.config["command"] == (
         "hesscale train digits --optimizer AdaHesScale --lr 0.01 --beta1 0.9 --beta2 0.999 "
         "--seed 0 --epochs 2 --subset 96"
@@ -120,25 +127,169 @@ def test_a_value_that_is_not_finite_ends_the_run(tmp_path: Path, monkeypatch: py
     assert run.records[-1] == {"kind": "end", "reason": "not finite", "epoch": 1, "step": 0}
 
 
-def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    written = []
+def writes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What a run puts on the disk, in order."""
+    made: list[str] = []
+    write = durable._write
 
-    def full(file: int) -> None:
-        written.append(file)
-        if len(written) == 2:
+    def noted(path: Path, mode: str, content: bytes) -> None:
+        made.append(path.name.removesuffix(".new"))
+        write(path, mode, content)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(durable, "_write", noted)
+        train(SMALL, folder)
+    return made
+
+
+def test_a_line_is_on_the_disk_before_the_checkpoint_that_implies_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert writes(tmp_path, monkeypatch) == [
+        *("environment.json", "config.json", "metrics.jsonl"),
+        *("metrics.jsonl", "checkpoint.pt") * 2,
+        *("weights.pt", "metrics.jsonl"),
+    ]
+
+
+@pytest.mark.parametrize("place", range(9))
+def test_a_full_disk_loses_nothing(place: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever write it is that fails."""
+    done = []
+    write = durable._write
+
+    def full(path: Path, mode: str, content: bytes) -> None:
+        done.append(path)
+        write(path, mode, content[: len(content) // 2] if len(done) == place + 1 else content)
+        if len(done) == place + 1:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(durable, "_write", full)
     with pytest.raises(OSError, match="No space left"):
         train(SMALL, tmp_path / "full")
     assert not list((tmp_path / "full").glob("*.new"))
+    assert not is_finished(Run(tmp_path / "full")) if place > 1 else True
     assert measured(train(SMALL, tmp_path / "full")) == measured(train(SMALL, tmp_path / "whole"))
 
 
-def test_a_damaged_checkpoint_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / checkpoints.NAME).write_bytes(b"PK half of it")
-    with pytest.raises(OSError, match=r"checkpoint\.pt is damaged: delete it"):
+def interrupted(folder: Path, *, after: int) -> Run:
+    """A run that was stopped after this epoch."""
+
+    def stop(record: Mapping[str, Any]) -> None:
+        if record["epoch"] == after:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(replace(SMALL, epochs=4), folder, each_epoch=stop)
+    return Run(folder)
+
+
+HARM: dict[str, Callable[[list[bytes]], list[bytes]]] = {
+    "a line is missing": lambda lines: [lines[0], *lines[2:]],
+    "the end is cut off": lambda lines: [*lines[:-1], lines[-1][:-150]],
+    "all is gone": lambda lines: [],
+    "a line is garbage": lambda lines: [lines[0], b"\xff\x00garbage\n", *lines[2:]],
+    "a line is a number": lambda lines: [b"5\n", *lines[1:]],
+    "a line says nothing": lambda lines: [b'{"kind": "epoch", "epoch": 0}\n', *lines[1:]],
+}
+
+
+@pytest.mark.parametrize("harm", HARM)
+def test_what_was_measured_survives_in_the_checkpoint(harm: str, tmp_path: Path) -> None:
+    run = interrupted(tmp_path / "harmed", after=2)
+    path = run.folder / "metrics.jsonl"
+    path.write_bytes(b"".join(HARM[harm](path.read_bytes().splitlines(keepends=True))))
+    again = train(replace(SMALL, epochs=4), run.folder)
+    assert measured(again) == measured(train(replace(SMALL, epochs=4), tmp_path / "whole"))
+    assert is_finished(again)
+
+
+def test_a_finished_run_with_a_hole_is_not_finished(tmp_path: Path) -> None:
+    run = train(SMALL, tmp_path)
+    before, path = measured(run), tmp_path / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    for kept in ([*lines[:1], *lines[2:]], lines[1:], [*lines[:2], lines[-1]]):
+        path.write_text("".join(kept))
+        assert not is_finished(run)
+        assert measured(train(SMALL, tmp_path)) == before
+
+
+@pytest.mark.parametrize("line", ["garbage", '{"kind": "epoch", "epoch": 1}', "[]", ""])
+def test_a_line_that_is_no_measurement_is_named(line: str, tmp_path: Path) -> None:
+    train(SMALL, tmp_path)
+    path = tmp_path / "metrics.jsonl"
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([lines[0], line, *lines[2:]]) + "\n")
+    with pytest.raises(DamagedRunError, match=rf"^{path}, line 2, is damaged: mend it, or delete the file"):
         train(SMALL, tmp_path)
+    path.unlink()  # as it says
+    assert is_finished(train(SMALL, tmp_path))
+
+
+def test_a_damaged_config_is_named(tmp_path: Path) -> None:
+    train(SMALL, tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(DamagedRunError, match=r"config\.json is damaged: delete it"):
+        train(SMALL, tmp_path)
+    (tmp_path / "config.json").unlink()
+    assert is_finished(train(SMALL, tmp_path))
+
+
+def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
+    run = interrupted(tmp_path, after=2)
+    path = tmp_path / checkpoints.NAME
+    state, whole = checkpoints.load(path), path.read_bytes()
+    assert state is not None
+    foreign = [
+        {"model": {}, "optimizer": {}},
+        [1, 2],
+        {**state, "config": {**state["config"], "lr": 1.0}},
+        {**state, "model": {"weight": torch.ones(2)}},
+        {name: value for name, value in state.items() if name != "steps"},
+        {**state, "optimizer": {}},
+    ]
+    before = run.records
+    for content in (b"PK half of it", b"", whole[: len(whole) // 2], *foreign):
+        if isinstance(content, bytes):
+            path.write_bytes(content)
+        else:
+            torch.save(content, path)
+        with pytest.raises(DamagedRunError, match=r"checkpoint\.pt is damaged, or of another run: delete it to train"):
+            train(replace(SMALL, epochs=4), tmp_path)
+        assert run.records == before
+    path.write_bytes(whole)
+    assert is_finished(train(replace(SMALL, epochs=4), tmp_path))
+
+
+def test_two_trainings_in_one_folder_are_refused(tmp_path: Path) -> None:
+    with alone(tmp_path), pytest.raises(InUseError, match=f"works in {tmp_path}: wait for its end, or stop it"):
+        train(SMALL, tmp_path)
+    assert not list(tmp_path.iterdir())
+    with ThreadPoolExecutor(2) as pool:
+        runs = list(pool.map(lambda _: train(SMALL, tmp_path, wait=True), range(2)))
+    assert [record["epoch"] for record in runs[0].records] == [0, 1, 2, 2]
+
+
+def test_the_final_weights_can_be_loaded(tmp_path: Path) -> None:
+    settings = replace(SMALL, fields=(("activation", "relu"), ("width", 0.5)))
+    run = train(settings, tmp_path)
+    model = trained_model(tmp_path)
+    data = batches.load(training.task_named("digits"), seed=0, subset=96)
+    images, labels = data.test
+    full = len(labels) // 32 * 32
+    right = (model(data.task.prepare(images[:full])).argmax(1) == labels[:full]).double().mean()
+    assert float(right) == pytest.approx(run.records[-2]["test_accuracy"])
+    broken = train(replace(SMALL, optimizer="SGD", lr=1e38), tmp_path / "broken")
+    with pytest.raises(FileNotFoundError, match=r"weights\.pt is not there"):
+        trained_model(broken.folder)
+
+
+def test_a_run_from_before_processes_were_recorded_counts_as_one(tmp_path: Path) -> None:
+    run = train(SMALL, tmp_path)
+    config = {name: value for name, value in run.config.items() if name != "processes"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    before = run.records
+    assert train(SMALL, tmp_path).records == before
 
 
 def test_everything_that_differs_changes_the_folder() -> None:
@@ -155,15 +306,24 @@ def test_everything_that_differs_changes_the_folder() -> None:
         replace(first, epochs=2),
         replace(first, subset=5000),
         replace(first, fields=(("activation", "relu"),)),
+        replace(first, processes=2),
     ]
-    assert len({folder_of(settings, root) for settings in (first, *others)}) == 10
+    assert len({folder_of(settings, root) for settings in (first, *others)}) == 11
+
+
+def cannot() -> None:
+    raise OSError("the first process cannot")
 
 
 def in_two_processes(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "meeting"), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    train(SMALL, folder / "two")
+    with pytest.raises(ValueError, match="for 1 processes, not 2"):
+        train(SMALL, folder / "two")
+    train(replace(SMALL, processes=2), folder / "two")
+    with pytest.raises(OSError, match="the first process cannot"):
+        Team.current().share(cannot)
     store.set(f"done {rank}", "")  # whoever leaves first would close the other's connection
     store.wait(["done 0", "done 1"])
     dist.destroy_process_group()
@@ -173,5 +333,10 @@ def test_two_processes_train_as_one(tmp_path: Path) -> None:
     spawn(in_two_processes, (tmp_path,), nprocs=2)
     two, one = measured(Run(tmp_path / "two")), measured(train(SMALL, tmp_path / "one"))
     assert two[-1] == one[-1]
+    config = Run(tmp_path / "two").config
+    assert config["processes"] == 2
+    assert config["command"].startswith("torchrun --nproc-per-node 2 -m hesscale_lab.cli train digits --optimizer")
+    with pytest.raises(OtherRunError, match="other processes, command"):
+        train(SMALL, tmp_path / "two")
     for a, b in zip(two[:-1], one[:-1], strict=True):
         assert [*a.values()][1:] == pytest.approx([*b.values()][1:], rel=1e-4)

@@ -2,30 +2,66 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import ast
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
-import hesscale
+from ..extras import what_to_install
+from ..interrupts import end_at_ctrl_c
 
-from .cost import cost
-from .coverage import coverage
-from .quality import quality
-from .report import report
-from .sweep import sweep
-from .train import train
+COMMANDS = ("train", "sweep", "report", "quality", "cost", "coverage")
+_STYLE: dict[str, Any] = {
+    "add_completion": False,
+    "rich_markup_mode": None,  # keeps the examples in --help on lines of their own
+    "pretty_exceptions_enable": False,
+}
 
-app = typer.Typer(
-    name="hesscale",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,  # keeps the examples in --help on lines of their own
-    pretty_exceptions_enable=False,
-)
+
+class _Commands(TyperGroup):
+    """The subcommands, each imported when it is called: torch and matplotlib take seconds."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.commands = dict.fromkeys(COMMANDS)  # type: ignore[assignment]  # the names, to suggest one
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """The command of this name."""
+        if cmd_name not in COMMANDS:
+            return None
+        try:
+            with end_at_ctrl_c():
+                function = getattr(import_module(f".{cmd_name}", __name__), cmd_name)
+        except ModuleNotFoundError as error:
+            typer.echo(f"hesscale: {what_to_install(error)}", err=True)
+            raise typer.Exit(1) from error
+        alone = typer.Typer(**_STYLE)
+        alone.command(cmd_name)(function)
+        return typer.main.get_command(alone)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Writes the names and summaries into the help."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, _summary(name)) for name in COMMANDS])
+
+
+def _summary(name: str) -> str:
+    """The first line of a command's description, read in its source rather than imported."""
+    source = ast.parse(Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8"))
+    (function,) = (node for node in source.body if isinstance(node, ast.FunctionDef) and node.name == name)
+    return (ast.get_docstring(function) or "").partition("\n")[0]
+
+
+app = typer.Typer(name="hesscale", cls=_Commands, no_args_is_help=True, **_STYLE)
 
 
 def _show_version(wanted: bool) -> None:
     if wanted:
+        with end_at_ctrl_c():
+            import hesscale
         typer.echo(f"hesscale {hesscale.__version__}")
         raise typer.Exit
 
@@ -42,7 +78,3 @@ def main(
     Example:
       hesscale quality --quick
     """
-
-
-for command in (train, sweep, report, quality, cost, coverage):
-    app.command()(command)

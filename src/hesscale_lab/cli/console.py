@@ -13,11 +13,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from ..extras import what_to_install
-from ..plots.drawn import save
-from ..report import table as report_table
-from ..report.kinds import Kind
-from ..runs import OtherRunError, Run
-from ..studies.reading import Record, read
+from ..interrupts import CODE
+from ..locks import InUseError
+from ..runs import DamagedRunError, OtherRunError
 from ..tasks.archives import DataError
 
 
@@ -34,14 +32,16 @@ def clear_errors(folder: Path) -> Iterator[None]:
         yield
     except OtherRunError as error:
         stop(str(error), code=2)
-    except (DataError, FileNotFoundError) as error:
+    except (DataError, DamagedRunError, InUseError, FileNotFoundError) as error:
         stop(str(error), code=1)
     except ModuleNotFoundError as error:
         stop(what_to_install(error), code=1)
+    except BrokenPipeError:
+        stop(f"nobody reads the output any more; what was measured is in {folder}", code=1)
     except OSError as error:
         stop(f"cannot write to {folder}: {error.strerror or error}", code=1)
     except KeyboardInterrupt:
-        stop(f"stopped; the same command goes on from what is in {folder}", code=130)
+        stop(f"stopped; the same command goes on from what is in {folder}", code=CODE)
 
 
 def not_below(least: int) -> Any:
@@ -68,26 +68,6 @@ def show(table: Table, headings: Sequence[str], rows: Sequence[Sequence[str]]) -
     for row in rows:
         table.add_row(*row)
     Console(markup=False).print(table)
-
-
-def show_report(tables: Iterable[report_table.Table]) -> None:
-    """Prints tables of a report, each with its note below it."""
-    for one in tables:
-        show(Table(title=one.title, caption=one.note or None), one.headings, one.rows)
-
-
-def show_study(run: Run, kind: Kind) -> None:
-    """Prints the tables of a study, and draws its figures into its folder."""
-    records = read(run, kind.checks).records
-    show_report(kind.tables(run.config, records))
-    draw(run, kind, records)
-
-
-def draw(run: Run, kind: Kind, records: Sequence[Record]) -> None:
-    """Writes the figures of a study into its folder."""
-    for drawn in kind.figures(run.config, records):
-        for path in save(drawn.figure, run.folder / drawn.name):
-            typer.echo(f"wrote {path}")
 
 
 def name_left_out(lines: Iterable[str]) -> None:

@@ -11,8 +11,9 @@ from typing import Annotated, Any
 import typer
 
 from .. import runs
+from ..locks import alone
 from ..report.kinds import COST
-from ..runs import Run, open_run
+from ..runs import Run, amend, open_run
 from ..studies import cost as study
 from ..studies import step_memory
 from ..studies.cost import of_kind
@@ -21,7 +22,8 @@ from ..studies.reading import read
 from ..studies.rounds import Watch
 from ..tasks import cost_networks
 from ..tasks.cost_networks import Cell
-from .console import clear_errors, name_left_out, not_below, progress_bar, show_study, stop
+from .console import clear_errors, name_left_out, not_below, progress_bar, stop
+from .study import show_study
 
 
 class Part(StrEnum):
@@ -62,9 +64,10 @@ def cost(
     name = "-".join(["quick" if quick else "full", *(re.sub(r"\W+", "-", one) for one in optimizer or ())])
     folder = out or Path("runs") / "cost" / name
     missing = None if optimizer else left_out()
-    with clear_errors(folder), runs.threads(threads):
+    with clear_errors(folder), alone(folder), runs.threads(threads):
         count = rounds or _ROUNDS["quick" if quick else "full"]
-        run = open_run(folder, _config(methods, optimizer or (), quick, count, threads))
+        run = open_run(folder, _config(methods, optimizer or (), quick, count, threads), free=("command", "asked"))
+        _note(run, only, _command(optimizer or (), quick, count, threads))
         if missing:
             typer.echo(f"hesscale: {missing}", err=True)
         name_left_out(read(run, COST.checks).left_out)
@@ -84,14 +87,27 @@ def _methods(names: Sequence[str]) -> list[Method]:
 
 
 def _config(methods: Sequence[Method], names: Sequence[str], quick: bool, rounds: int, threads: int) -> dict[str, Any]:
-    options = (" --quick" if quick else "") + "".join(f' --optimizer "{name}"' for name in names)
     return {
-        "command": f"hesscale cost --rounds {rounds} --threads {threads}{options}",
+        "command": _command(names, quick, rounds, threads),
+        "asked": [],
         "optimizers": [method.name for method in methods],
         "quick": quick,
         "rounds": rounds,
         "threads": threads,
     }
+
+
+def _command(names: Sequence[str], quick: bool, rounds: int, threads: int) -> str:
+    options = (" --quick" if quick else "") + "".join(f' --optimizer "{name}"' for name in names)
+    return f"hesscale cost --rounds {rounds} --threads {threads}{options}"
+
+
+def _note(run: Run, only: Part | None, command: str) -> None:
+    """Writes down which parts were asked for so far, and the commands that repeat them."""
+    asked = [*dict.fromkeys([*run.config.get("asked", ["all"]), only.value if only else "all"])]
+    wanted = ["all"] if "all" in asked else asked
+    commands = [command if part == "all" else f"{command} --only {part}" for part in wanted]
+    amend(run, asked=asked, command=" && ".join(commands))
 
 
 def _chosen(only: Part | None, quick: bool) -> list[Cell]:

@@ -9,13 +9,15 @@ from typing import Annotated, Any
 
 import typer
 
+from ..locks import alone
 from ..report.kinds import QUALITY
 from ..runs import Run, one_thread, open_run
 from ..studies import approximation_quality, error_per_time
 from ..studies.approximation_quality import STAGES
 from ..studies.reading import read
 from ..tasks.networks import NETWORKS, Size, sources
-from .console import clear_errors, name_left_out, not_below, progress_bar, show_study
+from .console import clear_errors, name_left_out, not_below, progress_bar
+from .study import show_study
 
 NetworkName = StrEnum("NetworkName", {name: name for name in NETWORKS})  # type: ignore[misc]
 _ROUNDS = {"full": 30, "quick": 5}
@@ -47,7 +49,7 @@ def quality(
         row.quick if quick else row.full, **{key: value for key, value in asked.items() if value is not None}
     )
     folder = out or Path("runs") / "quality" / (f"{network.value}-quick" if quick else network.value)
-    with clear_errors(folder), one_thread():
+    with clear_errors(folder), alone(folder), one_thread():
         run = open_run(folder, _config(network.value, size, _ROUNDS[pace]))
         name_left_out(read(run, QUALITY.checks).left_out)
         _measure(run, size, data)

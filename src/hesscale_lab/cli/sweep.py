@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console, Group
@@ -22,7 +22,7 @@ from ..report.tables import percent, plain
 from ..runs import Run
 from ..sweeps import Sweep, grid
 from ..sweeps import sweep as search
-from ..tasks.table import task_named
+from ..tasks.table import parse_fields, task_named
 from ..training import Settings, folder_of
 from ..wording import power
 from ..workers import Progress, Standing, Watch, WorkersError, cluster, run_all, standing_of
@@ -37,16 +37,23 @@ def sweep(
     beta2s: Annotated[str | None, typer.Option(help="β₂ to try [default: the paper's, 0.99,0.999,0.9999].")] = None,
     epochs: Annotated[int | None, typer.Option(callback=not_below(1), help="[default: the task's.]")] = None,
     subset: Annotated[int | None, typer.Option(callback=not_below(1), help="Train on so many images only.")] = None,
+    field: Annotated[
+        list[str] | None, typer.Option(help="Another value for a field of the task, such as activation=relu.")
+    ] = None,
     seeds: Annotated[int, typer.Option(callback=not_below(1), help="Repeats of the chosen settings.")] = 3,
-    workers: Annotated[int | None, typer.Option(callback=not_below(1), help="Runs at a time [default: cores].")] = None,
+    workers: Annotated[
+        int | None, typer.Option(callback=not_below(1), help="Runs at a time [default: as cores allow].")
+    ] = None,
+    threads: Annotated[int, typer.Option(callback=not_below(1), help="Threads of torch, and cores, of a run.")] = 1,
     address: Annotated[str | None, typer.Option(help="A Ray cluster, such as HOST:6379 or auto.")] = None,
     data: Annotated[Path | None, typer.Option(help="Folder with the data; without it, it is downloaded.")] = None,
     out: Annotated[Path, typer.Option(help="Folder below which the runs go.")] = Path("runs/train"),
 ) -> None:
     """Search for the settings of optimizers as the paper did, and repeat the best with several seeds.
 
-    Chosen is the smallest area under the validation loss. Runs go in parallel on Ray, one core each. A finished run is
-    never computed again, be it of a sweep or of hesscale train: after an interrupt, the same command goes on.
+    Chosen is the smallest area under the validation loss. Runs go in parallel on Ray, one core each unless
+    --threads asks for more. A finished run is never computed again, be it of a sweep or of hesscale train: after an
+    interrupt, the same command goes on.
 
     \b
     Examples:
@@ -55,7 +62,8 @@ def sweep(
       hesscale sweep cifar10-3c3d --address HOST:6379 --data DIR --out SHARED
     """
     try:
-        row = task_named(task)
+        fields = parse_fields(field or ())
+        row = task_named(task).with_fields(fields)
         names = _names(optimizers)
         steps, firsts, seconds = _numbers("lrs", lrs), _numbers("beta1s", beta1s), _numbers("beta2s", beta2s)
     except ValueError as error:
@@ -64,11 +72,12 @@ def sweep(
     settings = [
         one
         for name in names
-        for one in grid(task, name, epochs=size, subset=subset, lrs=steps, beta1s=firsts, beta2s=seconds)
+        for one in grid(task, name, epochs=size, subset=subset, fields=fields, lrs=steps, beta1s=firsts, beta2s=seconds)
     ]
     with clear_errors(out):
         out.mkdir(parents=True, exist_ok=True)
-        found = _sweep(settings, out, seeds=seeds, workers=workers, address=address, data=data)
+        cores = {"address": address, "workers": workers, "threads": threads}
+        found = _sweep(settings, out, seeds=seeds, cores=cores, data=data)
     _show(found, task, out)
     if found.failed:
         stop(f"{len(found.failed)} of the runs failed; the same command tries them again", code=1)
@@ -92,20 +101,20 @@ def _numbers(option: str, text: str | None) -> tuple[float, ...] | None:
     except ValueError:
         raise ValueError(f"--{option} takes numbers with commas between them, not {text!r}") from None
     if option == "lrs" and not all(0 < x < math.inf for x in numbers):
-        raise ValueError(f"--{option} must be above 0, not {text}")
+        raise ValueError(f"--{option} must be above 0 and finite, not {text}")
     if option != "lrs" and not all(0 <= x < 1 for x in numbers):
         raise ValueError(f"--{option} must be at least 0 and below 1, not {text}")
     return numbers
 
 
 def _sweep(
-    settings: Sequence[Settings], out: Path, *, seeds: int, workers: int | None, address: str | None, data: Path | None
+    settings: Sequence[Settings], out: Path, *, seeds: int, cores: Mapping[str, Any], data: Path | None
 ) -> Sweep:
-    run = partial(run_all, root=out, data=data, address=address, workers=workers)
+    run = partial(run_all, root=out, data=data, **cores)
     if all(standing_of(one, folder_of(one, out)).has_ended for one in settings):
         session: AbstractContextManager[object] = nullcontext()  # perhaps there is nothing to start Ray for
     else:
-        session = cluster(address, workers=workers)
+        session = cluster(**cores)
         task_named(settings[0].task).load(data)  # missing data is told, and downloaded, before a worker needs it
     try:
         with _live_table() as watch, session:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,9 +19,9 @@ from rich.table import Table
 from ..memory import keep_freed_memory
 from ..optimizers import OPTIMIZERS, best_settings
 from ..processes import Team
-from ..runs import OtherRunError, Run
+from ..runs import DamagedRunError, OtherRunError, Run
 from ..tasks.archives import DataError
-from ..tasks.table import TASKS, parse_field, task_named
+from ..tasks.table import TASKS, parse_fields, task_named
 from ..training import Settings, Watch, folder_of
 from ..training import train as train_one
 from ..wording import power
@@ -68,10 +69,10 @@ def train(
         first = _settings(task, optimizer, numbers, field or (), epochs=epochs, subset=subset)
     except ValueError as error:
         stop(str(error), code=2)
-    all_settings = [replace(first, seed=one) for one in wanted]
     torch.set_num_threads(threads)
     keep_freed_memory()
     with clear_errors(out), _one_line(), _processes() as team:
+        all_settings = [replace(first, seed=one, processes=team.count) for one in wanted]
         runs = _train_all(all_settings, out, team, data=data, tensorboard=tensorboard)
         if team.is_first:
             _show(all_settings, runs)
@@ -87,17 +88,17 @@ def _settings(
     subset: int | None,
 ) -> Settings:
     """What was asked for, with the authors' choice where nothing was; ValueError if it makes no sense."""
-    changed = tuple(sorted(map(parse_field, fields)))
+    changed = parse_fields(fields)
     row, best = task_named(task).with_fields(changed), best_settings(task, optimizer)
-    chosen = {name: getattr(best, name) if value is None else value for name, value in numbers.items()}
+    chosen: dict[str, Any] = {name: getattr(best, name) if value is None else value for name, value in numbers.items()}
     _refuse_bad_numbers(chosen)
     length = row.epochs if epochs is None else epochs
     return Settings(task, optimizer, **chosen, seed=0, epochs=length, subset=subset, fields=changed)
 
 
 def _refuse_bad_numbers(chosen: Mapping[str, float]) -> None:
-    if not chosen["lr"] > 0:
-        raise ValueError(f"--lr must be positive, not {chosen['lr']}")
+    if not 0 < chosen["lr"] < math.inf:
+        raise ValueError(f"--lr must be positive and finite, not {chosen['lr']}")
     for name in ("beta1", "beta2"):
         if not 0 <= chosen[name] < 1:
             raise ValueError(f"--{name} must be at least 0 and below 1, not {chosen[name]}")
@@ -108,7 +109,7 @@ def _one_line() -> Iterator[None]:
     """Settings that do not go together, such as a batch and a number of processes, in one line."""
     try:
         yield
-    except (DataError, OtherRunError):
+    except (DamagedRunError, DataError, OtherRunError):
         raise
     except ValueError as error:
         stop(str(error), code=2)
@@ -130,8 +131,10 @@ def _processes() -> Iterator[Team]:
 def _train_all(
     all_settings: Sequence[Settings], out: Path, team: Team, *, data: Path | None, tensorboard: bool
 ) -> list[Run]:
+    """Trains one after the other, with a bar on stderr; where there is no terminal, with a line for every epoch."""
     progress = progress_bar()
-    progress.disable = not (team.is_first and progress.console.is_terminal)
+    shown = progress.console.is_terminal
+    progress.disable = not (team.is_first and shown)
     with progress:
         bar = progress.add_task(all_settings[0].task, total=None)
         return [
@@ -140,6 +143,7 @@ def _train_all(
                 folder_of(settings, out),
                 data=data,
                 watch=_watch(progress, bar, settings),
+                each_epoch=None if shown else _line_for(settings),
                 tensorboard=tensorboard,
             )
             for settings in all_settings
@@ -160,6 +164,18 @@ def _watch(progress: Progress, bar: TaskID, settings: Settings) -> Watch:
     return watch
 
 
+def _line_for(settings: Settings) -> Watch:
+    def line(record: Mapping[str, Any]) -> None:
+        losses = "  ".join(f"{part} loss {record[f'{part}_loss']:.4f}" for part in ("train", "valid", "test"))
+        typer.echo(
+            f"seed {settings.seed}  epoch {record['epoch']}/{settings.epochs}  {losses}  "
+            f"test accuracy {record['test_accuracy']:.2%}  {record['seconds']:.1f} s",
+            err=True,
+        )
+
+    return line
+
+
 def _show(all_settings: Sequence[Settings], runs: Sequence[Run]) -> None:
     first = all_settings[0]
     title = f"{first.task}, {first.optimizer}: lr {power(first.lr)}, β₁ {first.beta1:g}, β₂ {first.beta2:g}"
@@ -170,8 +186,8 @@ def _show(all_settings: Sequence[Settings], runs: Sequence[Run]) -> None:
 
 
 def _row(settings: Settings, run: Run) -> tuple[str, ...]:
-    *epochs, end = run.records
-    reason = "" if end["reason"] == "finished" else f", then {end['reason']}"
+    epochs, ends = ([record for record in run.records if record["kind"] == kind] for kind in ("epoch", "end"))
+    reason = "" if ends[-1]["reason"] == "finished" else f", then {ends[-1]['reason']}"
     if not epochs:
         return str(settings.seed), f"0{reason}", *[""] * 5
     last = epochs[-1]

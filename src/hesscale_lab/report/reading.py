@@ -118,7 +118,8 @@ def _tables(kind: Kind, config: Config, records: tuple[Record, ...]) -> tuple[Ta
 def _conditions(config: Config) -> Conditions:
     fields = config.get("fields") or {}
     try:
-        pairs = fields.items() if isinstance(fields, Mapping) else fields
+        pairs = [*(fields.items() if isinstance(fields, Mapping) else fields)]
+        pairs += [("processes", count) for count in [config.get("processes", 1)] if count != 1]
         written = ", ".join(f"{name} {value}" for name, value in pairs)
     except (TypeError, ValueError):
         raise ValueError(f"its fields are {fields!r}") from None

@@ -190,6 +190,8 @@ def summarize(records: Sequence[Mapping[str, Any]], stage: str) -> tuple[Summary
     Of a seed that was measured twice, the last record counts.
     """
     of_stage = [record for record in records if record["kind"] == "quality" and record["stage"] == stage]
+    if len({tuple(record["layers"]) for record in of_stage}) > 1:
+        raise ValueError("they are of several networks")
     chosen = list({record["seed"]: record["errors"] for record in of_stage}.values())
     if not chosen:
         return ()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -100,7 +101,8 @@ _NUMBERS = {"width": "a positive number", "batch": "a positive whole number", "w
 def _is_number(name: str, value: Any) -> bool:
     if name == "batch":
         return isinstance(value, int) and value > 0
-    return isinstance(value, (int, float)) and (value >= 0 if name == "weight_decay" else value > 0)
+    is_finite = isinstance(value, (int, float)) and math.isfinite(value)
+    return is_finite and (value >= 0 if name == "weight_decay" else value > 0)
 
 
 def parse_field(text: str) -> tuple[str, Any]:
@@ -115,6 +117,11 @@ def parse_field(text: str) -> tuple[str, Any]:
         raise ValueError(f"{name} must be {_NUMBERS[name]}, not {value!r}") from None
     _refuse_bad_field(name, parsed)
     return name, parsed
+
+
+def parse_fields(texts: Iterable[str]) -> tuple[tuple[str, Any], ...]:
+    """Fields given so, sorted by name; of a name that is given twice, the last."""
+    return tuple(sorted(dict(map(parse_field, texts)).items()))
 
 
 _CIFAR10 = (0.49139968, 0.48215841, 0.44653091), (0.24703223, 0.24348513, 0.26158784)
