@@ -29,5 +29,5 @@ def coverage(
     except ModuleNotFoundError as error:
         stop(f"for torch's op database, {what_to_install(error)}", code=1)
     with clear_errors(out):
-        out.write_text(page)
+        out.write_text(page, encoding="utf-8")
     typer.echo(f"wrote {out}")
