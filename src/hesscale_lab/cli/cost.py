@@ -22,6 +22,7 @@ from ..studies.reading import read
 from ..studies.rounds import Watch
 from ..tasks import cost_networks
 from ..tasks.cost_networks import Cell
+from ..wording import counted
 from .console import clear_errors, name_left_out, not_below, progress_bar, stop
 from .study import show_study
 
@@ -147,4 +148,5 @@ def _show_rounds(run: Run) -> None:
         record["cell"]: record for record in of_kind(read(run, COST.checks).records, "time", optimizer=UNIT)
     }.values()
     counts = [sum(record[key] for record in cells) for key in ("rounds", "repeated", "disturbed")]
-    typer.echo("{} rounds; {} disturbed ones were repeated, {} were kept for want of calm ones".format(*counts))
+    rounds, (repeated, disturbed) = counted(counts[0], "round"), counts[1:]
+    typer.echo(f"{rounds}; {repeated} disturbed ones were repeated, {disturbed} were kept for want of calm ones")

@@ -7,7 +7,7 @@ import math
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator, StrMethodFormatter
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator, StrMethodFormatter
 
 from ..report.collect import Experiment, Series
 from ..wording import power
@@ -15,6 +15,7 @@ from .colors import styles
 from .drawn import tidy, verbatim
 
 METRIC = "test_loss"
+_LABELS = 6  # step sizes that have a label each; of more, the powers of ten
 
 
 def draw(experiment: Experiment, *, columns: int | None = None) -> Figure:
@@ -70,7 +71,8 @@ def _draw_pair(
             if points:
                 axes.plot(*zip(*points, strict=True), marker, color=color, markersize=5.5, markerfacecolor=fill)
     axes.set(xscale="log", yscale="log", xlabel="lr", ylabel="final test loss")
-    axes.xaxis.set_major_locator(LogLocator())
+    tried = sorted({s.lr for s in series})
+    axes.xaxis.set_major_locator(FixedLocator(tried) if len(tried) <= _LABELS else LogLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda lr, _: power(lr)))
     low, high = axes.get_ylim()
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 300 * low else (1,)))
