@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,18 @@ def load(path: Path) -> dict[str, Any] | None:
         return None
     content = path.read_bytes()
     try:
+        wrong = zipfile.ZipFile(io.BytesIO(content)).testzip()  # torch itself does not look at the checksums it writes
         state: dict[str, Any] = torch.load(io.BytesIO(content), weights_only=True)
     except Exception as error:  # whatever torch and pickle make of bytes that are not theirs
         raise damaged(path) from error
+    if wrong:
+        raise damaged(path)
     return state
+
+
+def remove(folder: Path) -> None:
+    """Deletes the state of a run that needs it no more."""
+    (folder / NAME).unlink(missing_ok=True)
 
 
 def damaged(path: Path) -> DamagedRunError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -106,6 +106,8 @@ def train(
     if team.count != settings.processes:
         raise ValueError(f"the settings are for {settings.processes} processes, not {team.count}")
     if team.share(lambda: _has_ended(run, config)):
+        with suppress(OSError):  # of a run that was killed in its last moment; the folder may be read-only by now
+            checkpoints.remove(folder)
         return run
     images = load_data(task, seed=settings.seed, subset=settings.subset, folder=data)
     training = _Training(task, settings, images, team)
@@ -116,7 +118,7 @@ def train(
             with _board(folder, wanted=tensorboard and team.is_first, after=training.epoch) as board:
                 _train(training, run, _Listeners(watch or _nobody, each_epoch or _nobody, board))
         if team.is_first:
-            (folder / checkpoints.NAME).unlink(missing_ok=True)
+            checkpoints.remove(folder)
         team.wait()
     return run
 

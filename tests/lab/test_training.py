@@ -70,8 +70,10 @@ def test_what_a_run_leaves_behind(tmp_path: Path) -> None:
 
 def test_a_finished_run_returns_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = measured(train(SMALL, tmp_path))
+    (tmp_path / checkpoints.NAME).write_text("left by a kill before it was deleted")
     monkeypatch.setattr(training, "load_data", lambda *more, **options: pytest.fail("nothing needs to be read"))
     assert measured(train(SMALL, tmp_path)) == before
+    assert not (tmp_path / checkpoints.NAME).exists()
     with pytest.raises(OtherRunError, match="holds a run with other"):
         train(replace(SMALL, lr=0.02), tmp_path)
 
@@ -249,7 +251,9 @@ def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
         {**state, "optimizer": {}},
     ]
     before = run.records
-    for content in (b"PK half of it", b"", whole[: len(whole) // 2], *foreign):
+    flipped = whole.replace(next(iter(state["model"].values())).numpy().tobytes()[:8], b"8 bytes.")
+    assert flipped != whole
+    for content in (b"PK half of it", b"", whole[: len(whole) // 2], flipped, *foreign):
         if isinstance(content, bytes):
             path.write_bytes(content)
         else:
