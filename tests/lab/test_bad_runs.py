@@ -56,6 +56,8 @@ BAD: dict[str, Callable[[Run], None]] = {
     "its lr is '0.1'": lambda run: change(run, lr="0.1"),
     "its lr is 0.0": lambda run: change(run, lr=0),
     "its lr is None": lambda run: change(run, lr="gone"),
+    "its lr is 1000": lambda run: change(run, lr=10**400),  # a whole number beyond all floats
+    "its epochs is 1000": lambda run: change(run, epochs=10**12),
     "its beta2 is [0.9]": lambda run: change(run, beta2=[0.9]),
     "its seed is None": lambda run: change(run, seed="gone"),
     "its epochs is 'three'": lambda run: change(run, epochs="three"),
@@ -67,6 +69,8 @@ BAD: dict[str, Callable[[Run], None]] = {
     "config.json holds no settings": write("config.json", b"[1, 2]"),
     "config.json is not readable (": write("config.json", b'{"kind": "tr'),
     "metrics.jsonl is not readable (": append(b"garbage\n"),
+    "metrics.jsonl is not readable (R": append(b"[" * 100_000 + b"\n"),
+    "metrics.jsonl is not readable (O": append(b'{"kind": "epoch", "epoch": 3, "seconds": 1%s}\n' % (b"0" * 400)),
     "metrics.jsonl is not readable (D": append(b'{"kind": "epoch", "epoch": 2}\n'),
     "metrics.jsonl is not readable (_": append(b"\xff\xfe\n"),
     "metrics.jsonl is not readable (__": append(b"[1]\n"),
@@ -109,6 +113,16 @@ def test_names_are_never_read_as_mathematics(tmp_path: Path) -> None:
     code, complaints = report(tmp_path, "--out", tmp_path / "report")
     assert (code, complaints) == (0, [])
     assert FORMULA in (tmp_path / "report" / "report.html").read_text()
+
+
+def test_a_long_field_is_no_long_file_name(tmp_path: Path) -> None:
+    for field in ("x" * 300, "x" * 301):
+        change(
+            make_run(tmp_path / field[:100], ADAM, [2, 1, 1, 1], folder=tmp_path / str(len(field))), fields={"a": field}
+        )
+    code, complaints = report(tmp_path, "--out", tmp_path / "report")
+    assert (code, complaints) == (0, [])
+    assert len(list((tmp_path / "report").glob("*-epochs.png"))) == 2
 
 
 def test_a_damaged_environment_costs_no_run(tmp_path: Path) -> None:

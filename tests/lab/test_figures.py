@@ -108,6 +108,14 @@ def test_cost_figures_show_every_cell_and_say_what_they_show() -> None:
     assert list(cost.figures({"threads": 1}, [])) == []
 
 
+@pytest.mark.parametrize("name", ["quality/mnist-relu", "cost-panels"])
+def test_figures_of_committed_studies_show_everything(name: str) -> None:
+    (study,) = collect([RESULTS / name]).studies
+    assert study.kind
+    for drawn in study.kind.figures(study.config, study.records):
+        assert_nothing_is_cut_off(drawn.figure)
+
+
 def test_an_odd_number_of_cells_is_drawn() -> None:
     lines = (RESULTS / "quality" / "cnn" / "metrics.jsonl").read_text().splitlines()
     records = [record for record in map(json.loads, lines) if record["kind"] == "time"]

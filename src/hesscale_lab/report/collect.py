@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from zlib import crc32
 
 from ..histories import METRICS, State
 from ..plots.colors import styles
@@ -14,6 +15,8 @@ from ..runs import CONFIG, Run
 from ..wording import counted, power
 from .estimate import Estimate, estimate
 from .reading import Conditions, Setting, Study, Training, read_study, read_training, settings_in
+
+_LONGEST = 100  # characters of a file's name, which systems limit
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,8 @@ class Experiment:
     def name(self) -> str:
         """For files and anchors."""
         raw = "-".join([self.task, f"e{self.epochs}", *([f"n{self.subset}"] if self.subset else []), self.fields])
-        return "".join(c if c.isalnum() or c in "-._" else "-" for c in raw).strip("-")
+        clean = "".join(c if c.isalnum() or c in "-._" else "-" for c in raw).strip("-")
+        return clean if len(clean) <= _LONGEST else f"{clean[:_LONGEST]}-{crc32(raw.encode()):08x}"
 
     @cached_property
     def chosen(self) -> dict[str, Series]:

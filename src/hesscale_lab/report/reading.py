@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from .table import Table
 
 Config = dict[str, Any]
 _LARGEST = 1e100  # what lies beyond it cannot be squared
+_LARGEST_COUNT = 10**9
 _PNG = b"\x89PNG\r\n\x1a\n"
 
 
@@ -78,7 +78,7 @@ def read_training(run: Run, config: Config) -> Training:
     conditions, setting, seed = _conditions(config), _setting(config), _whole(config, "seed")
     try:
         history = read_history(run)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         detail = str(error).removeprefix(f"{run.folder / METRICS}, ").replace("\n", " ")
         raise ValueError(f"{METRICS} is not readable ({type(error).__name__}: {detail})") from None
     if history is None:
@@ -122,7 +122,7 @@ def _conditions(config: Config) -> Conditions:
         pairs += [("processes", count) for count in [config.get("processes", 1)] if count != 1]
         written = ", ".join(f"{name} {value}" for name, value in pairs)
     except (TypeError, ValueError):
-        raise ValueError(f"its fields are {fields!r}") from None
+        raise ValueError(f"its fields are {fields!r:.60}") from None
     subset = None if config.get("subset") is None else _whole(config, "subset")
     return Conditions(_word(config, "task"), _whole(config, "epochs"), subset, _printable("fields", written))
 
@@ -137,28 +137,28 @@ def _setting(config: Config) -> Setting:
 
 def _number(config: Config, name: str) -> float:
     value = config.get(name)
-    if not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"its {name} is {value!r}")
+    if not isinstance(value, int | float) or not abs(value) < _LARGEST:
+        raise ValueError(f"its {name} is {value!r:.60}")
     return float(value)
 
 
 def _whole(config: Config, name: str) -> int:
     value = config.get(name)
-    if not isinstance(value, int) or value < 0:
-        raise ValueError(f"its {name} is {value!r}")
+    if not isinstance(value, int) or not 0 <= value < _LARGEST_COUNT:
+        raise ValueError(f"its {name} is {value!r:.60}")
     return value
 
 
 def _word(config: Config, name: str) -> str:
     value = config.get(name)
     if not isinstance(value, str) or not value:
-        raise ValueError(f"its {name} is {value!r}")
+        raise ValueError(f"its {name} is {value!r:.60}")
     return _printable(name, value)
 
 
 def _printable(name: str, value: str) -> str:
     if not value.isprintable():
-        raise ValueError(f"its {name} is {value!a}")
+        raise ValueError(f"its {name} is {value!a:.60}")
     return value
 
 

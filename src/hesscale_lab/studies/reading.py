@@ -36,7 +36,7 @@ def _parsed(line: bytes, checks: Checks) -> Record | None:
     try:
         record = json.loads(line)
         return record if checks[record["kind"]](record) else None
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
 
 
