@@ -19,9 +19,9 @@ from hesscale_lab.plots import learning_curves, sensitivity
 from hesscale_lab.plots.colors import STYLES, styles
 from hesscale_lab.plots.learning_curves import Against
 from hesscale_lab.report.collect import Experiment, collect
-from hesscale_lab.report.estimate import Estimate, estimate
+from hesscale_lab.report.estimate import Estimate, estimate, plain
 from hesscale_lab.report.paper import paper_curves
-from hesscale_lab.report.tables import final_table, plain, settings_table
+from hesscale_lab.report.tables import final_table, settings_table
 from hesscale_lab.wording import counted, power
 
 from .made_up_runs import ADAM, cut_off, make_run, make_seeds
@@ -161,6 +161,7 @@ def test_most_seeds_are_chosen_then_the_smallest_area(tmp_path: Path) -> None:
 
 
 def test_estimates() -> None:
+    assert plain(Estimate(1.5e30, 0.25)) == "1.50e+30 ± 0.2500"
     assert estimate([1.0, 3.0]) == Estimate(2.0, 1.0)
     assert [power(value) for value in (1e-4, 0.1, 1.0, 10.0, 3e-4, 0.0)] == ["1e-4", "1e-1", "1", "1e1", "3e-4", "0"]
 

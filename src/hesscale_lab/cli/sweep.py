@@ -17,8 +17,7 @@ from rich.table import Table
 
 from ..histories import read_history
 from ..optimizers import OPTIMIZERS, optimizer_named
-from ..report.estimate import estimate
-from ..report.tables import percent, plain
+from ..report.estimate import estimate, percent, plain
 from ..runs import Run
 from ..sweeps import Sweep, grid
 from ..sweeps import sweep as search

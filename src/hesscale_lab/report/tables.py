@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from ..wording import power
 from .collect import Experiment, Series
-from .estimate import Estimate
+from .estimate import percent, plain
 from .paper import PaperCurve
 from .table import Table
 
@@ -80,17 +80,6 @@ def _paper_cells(curve: PaperCurve | None, epoch: int) -> tuple[str, str]:
     if curve is None or epoch > curve.epochs:
         return "", ""
     return percent(curve.values["test_accuracy"][epoch]), plain(curve.values["test_loss"][epoch])
-
-
-def plain(value: Estimate, *, digits: int = 4) -> str:
-    """mean ± standard error; the mean alone of a single seed."""
-    error = "" if math.isnan(value.error) else f" ± {value.error:.{digits}f}"
-    return f"{value.mean:.{digits}f}{error}"
-
-
-def percent(value: Estimate) -> str:
-    """The same, of a fraction, in per cent."""
-    return plain(Estimate(100 * value.mean, 100 * value.error), digits=2)
 
 
 def settings_table(experiment: Experiment) -> Table:

@@ -11,12 +11,13 @@ from ..plots.drawn import Drawn, as_png, save
 from ..plots.learning_curves import Against
 from ..wording import counted
 from .collect import Collection, Experiment
+from .estimate import percent
 from .numbers import write_numbers
 from .page import Picture, Section, page
 from .paper import paper_curves
 from .reading import Study
 from .table import Table
-from .tables import final_table, percent, settings_table
+from .tables import final_table, settings_table
 
 PAGE = "report.html"
 

@@ -169,7 +169,7 @@ def by_optimizer(records: Iterable[Record]) -> dict[str, list[Record]]:
 
 @dataclass(frozen=True)
 class Growth:
-    """The exponent α of seconds ∝ parameters^α over all cells of a line, and over the larger half of four or more."""
+    """The exponent a of seconds ∝ parameters^a over all cells of a line, and over the larger half of four or more."""
 
     optimizer: str
     batch: int
@@ -194,7 +194,7 @@ def growth(records: Iterable[Record]) -> list[Growth]:
 
 
 def exponent(points: Sequence[tuple[float, float]]) -> float:
-    """α of the least-squares line  log y = α log x + c."""
+    """a of the least-squares line  log y = a log x + c."""
     return linear_regression(*zip(*((math.log(x), math.log(y)) for x, y in points), strict=True)).slope
 
 
