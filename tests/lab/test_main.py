@@ -74,6 +74,15 @@ def test_ctrl_c_during_imports_is_one_line_and_code_130(name: str, tmp_path: Pat
     assert not (tmp_path / "runs").exists()
 
 
+def test_ctrl_c_anywhere_else_is_one_line_and_code_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    def pressed(name: str, package: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "import_module", pressed)
+    result = CliRunner().invoke(app, ["report", "."])
+    assert (result.exit_code, result.stdout, result.stderr) == (130, "", "hesscale: stopped\n")
+
+
 def test_ctrl_c_that_is_ignored_stays_so(tmp_path: Path) -> None:
     """As under nohup, or in the background of a script."""
     code = "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n" + SLOW_IMPORT.format(name="torch")

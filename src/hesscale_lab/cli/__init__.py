@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from ..extras import what_to_install
-from ..interrupts import end_at_ctrl_c
+from ..interrupts import CODE, end_at_ctrl_c
 
 COMMANDS = ("train", "sweep", "report", "quality", "cost", "coverage")
 _STYLE: dict[str, Any] = {
@@ -41,6 +41,14 @@ class _Commands(TyperGroup):
         alone = typer.Typer(**_STYLE)
         alone.command(cmd_name)(function)
         return typer.main.get_command(alone)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Runs what was asked for; Ctrl-C where the command itself has nothing to say about it is one line."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            typer.echo("hesscale: stopped", err=True)
+            raise typer.Exit(CODE) from None
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Writes the names and summaries into the help."""
