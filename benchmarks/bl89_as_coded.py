@@ -43,7 +43,7 @@ def main() -> None:
 
 def step(model: nn.Module, x: Tensor, y: Tensor, averages: list[tuple[Tensor, Tensor]], steps: int) -> None:
     """One step of Adam's form with the curvature as coded. Entries without curvature move by m/eps, as theirs did."""
-    lr, beta1, beta2 = best_settings("mnist-mlp", "BL89")
+    lr, beta1, beta2 = best_settings("mnist-mlp", "AdaBL89")
     model.zero_grad()
     logits = model(x)
     with torch.no_grad():

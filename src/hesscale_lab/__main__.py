@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import sys
+
+from .extras import what_to_install
 from .interrupts import end_at_ctrl_c
 
 
 def main() -> None:
-    """Runs the command."""
-    with end_at_ctrl_c():
-        from .cli import app
+    """Runs the command; without the lab's extra, says in one line how to get it."""
+    try:
+        with end_at_ctrl_c():
+            from .cli import app
+    except ModuleNotFoundError as error:
+        sys.exit(f"hesscale: {what_to_install(error)}")
     app()
 
 

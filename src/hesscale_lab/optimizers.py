@@ -2,11 +2,11 @@
 
 With weight decay λ on weights, none on biases, m = EMA of g + λp and h the curvature of the loss without its L2 term:
 
-    SGD                               p ← p − lr (g + λp)
-    Adam                              p ← p − lr m̂ / (√V̂ + ε + λ)      V = EMA(g²), without λp
-    BL89, AdaHesScale, AdaHesScaleGN  p ← p − lr m̂ / (√V̂ + ε + λ)      V = EMA(h²)
-    GGNMC                             p ← p − lr m̂ / (V̂ + ε + λ)       V = EMA(h)
-    AdaHessian                        p ← p − lr m̂ / (√V̂ + ε) − lr λp  V = EMA((Hv)²)
+    SGD                                  p ← p − lr (g + λp)
+    Adam                                 p ← p − lr m̂ / (√V̂ + ε + λ)      V = EMA(g²), without λp
+    AdaBL89, AdaHesScale, AdaHesScaleGN  p ← p − lr m̂ / (√V̂ + ε + λ)      V = EMA(h²)
+    AdaGGNMC                             p ← p − lr m̂ / (V̂ + ε + λ)       V = EMA(h)
+    AdaHessian                           p ← p − lr m̂ / (√V̂ + ε) − lr λp  V = EMA((Hv)²)
 
 That λ also damps, and enters AdaHessian twice, is how the authors' code has it. An entry whose V is exactly 0 does not
 move here, as everywhere in hesscale; theirs would decay.
@@ -67,12 +67,15 @@ def _without(groups: list[dict[str, Any]], *names: str) -> list[dict[str, Any]]:
 OPTIMIZERS: Mapping[str, Row] = {
     "SGD": Row(_sgd),
     "Adam": Row(_adam),
-    "BL89": Row(hesscale.AdaBL89),
+    "AdaBL89": Row(hesscale.AdaBL89),
     "AdaHessian": Row(hesscale.AdaHessian, damps=False, decays=True),
-    "GGNMC": Row(hesscale.AdaGGNMC, options={"scale": "mean"}),
+    "AdaGGNMC": Row(hesscale.AdaGGNMC, options={"scale": "mean"}),
     "AdaHesScaleGN": Row(hesscale.AdaHesScaleGN),
     "AdaHesScale": Row(hesscale.AdaHesScale),
 }
+
+EARLIER_NAMES: Mapping[str, str] = {"BL89": "AdaBL89", "GGNMC": "AdaGGNMC"}
+"""What the authors' data and older runs call some of them."""
 
 
 def optimizer_named(name: str) -> Row:
@@ -140,37 +143,37 @@ class Choice(NamedTuple):
 _MNIST = {
     "SGD": Choice(1e-1, 0.0, 0.0),
     "Adam": Choice(1e-4, 0.0, 0.9999),
-    "BL89": Choice(1e-6, 0.9, 0.9999),
+    "AdaBL89": Choice(1e-6, 0.9, 0.9999),
     "AdaHessian": Choice(1e-2, 0.0, 0.9999),
-    "GGNMC": Choice(1e-5, 0.9, 0.9999),
+    "AdaGGNMC": Choice(1e-5, 0.9, 0.9999),
     "AdaHesScaleGN": Choice(1e-5, 0.0, 0.9999),
     "AdaHesScale": Choice(1e-4, 0.0, 0.9999),
 }
 _CIFAR10 = {
     "SGD": Choice(1e-1, 0.0, 0.0),
     "Adam": Choice(1e-3, 0.9, 0.99),
-    "BL89": Choice(1e-6, 0.9, 0.9999),
+    "AdaBL89": Choice(1e-6, 0.9, 0.9999),
     "AdaHessian": Choice(1e-2, 0.0, 0.9999),
-    "GGNMC": Choice(1e-3, 0.9, 0.999),
+    "AdaGGNMC": Choice(1e-3, 0.9, 0.999),
     "AdaHesScaleGN": Choice(1e-4, 0.9, 0.9999),
     "AdaHesScale": Choice(1e-3, 0.9, 0.99),
 }
-# the authors fixed β₁ = 0.9 and β₂ = 0.999 here, and did not run BL89: its row is CIFAR-10's
+# the authors fixed β₁ = 0.9 and β₂ = 0.999 here, and did not run AdaBL89: its row is CIFAR-10's
 _CIFAR100_3C3D = {
     "SGD": Choice(1e-2, 0.0, 0.0),
     "Adam": Choice(1e-4, 0.9, 0.999),
-    "BL89": _CIFAR10["BL89"],
+    "AdaBL89": _CIFAR10["AdaBL89"],
     "AdaHessian": Choice(1e-2, 0.9, 0.999),
-    "GGNMC": Choice(1e-3, 0.9, 0.999),
+    "AdaGGNMC": Choice(1e-3, 0.9, 0.999),
     "AdaHesScaleGN": Choice(1e-4, 0.9, 0.999),
     "AdaHesScale": Choice(1e-4, 0.9, 0.999),
 }
 _CIFAR100_ALLCNNC = {
     "SGD": Choice(1e-1, 0.0, 0.0),
     "Adam": Choice(1e-4, 0.9, 0.999),
-    "BL89": _CIFAR10["BL89"],
+    "AdaBL89": _CIFAR10["AdaBL89"],
     "AdaHessian": Choice(1e-2, 0.9, 0.999),
-    "GGNMC": Choice(1e-4, 0.9, 0.999),
+    "AdaGGNMC": Choice(1e-4, 0.9, 0.999),
     "AdaHesScaleGN": Choice(1e-4, 0.9, 0.999),
     "AdaHesScale": Choice(1e-3, 0.9, 0.999),
 }
@@ -178,9 +181,9 @@ _CIFAR100_ALLCNNC = {
 _DIGITS = {
     "SGD": Choice(3e-1, 0.0, 0.0),
     "Adam": Choice(1e-2, 0.9, 0.999),
-    "BL89": Choice(1e-4, 0.9, 0.999),
+    "AdaBL89": Choice(1e-4, 0.9, 0.999),
     "AdaHessian": Choice(1e-1, 0.9, 0.999),
-    "GGNMC": Choice(3e-3, 0.9, 0.999),
+    "AdaGGNMC": Choice(3e-3, 0.9, 0.999),
     "AdaHesScaleGN": Choice(3e-3, 0.9, 0.999),
     "AdaHesScale": Choice(1e-2, 0.9, 0.999),
 }

@@ -41,7 +41,7 @@ TASK_GRIDS: Mapping[str, Grid] = {
 
 OPTIMIZER_LRS: Mapping[str, tuple[float, ...]] = {
     # the authors chose 1e-6, which is not in the grid of their code: "range selected for each method"
-    "BL89": (1e-8, 1e-7, 1e-6, 1e-5, 1e-4),
+    "AdaBL89": (1e-8, 1e-7, 1e-6, 1e-5, 1e-4),
 }
 """Step sizes that differ from the task's, by optimizer."""
 

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import re
+import subprocess
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from hesscale_lab import plots
-from hesscale_lab.cli import app
+from hesscale_lab.cli import app, study
+from hesscale_lab.extras import what_to_install
 from hesscale_lab.studies import approximation_quality
 
+coverage = importlib.import_module("hesscale_lab.cli.coverage")  # the package has the command under that name
 SMALL = ("--quick", "--seeds", 2, "--examples", 2)
 
 
@@ -25,8 +31,7 @@ def quality(*arguments: object) -> tuple[int, str, str]:
 
 def without_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawing takes seconds."""
-    for plot in (plots.approximation_quality, plots.error_per_time):
-        monkeypatch.setattr(plot, "draw", lambda run: [])
+    monkeypatch.setattr(study, "draw", lambda run, kind, records: None)
 
 
 def test_it_prints_tables_and_writes_a_run(tmp_path: Path) -> None:
@@ -108,3 +113,52 @@ def test_help_shows_an_example(command: list[str]) -> None:
     result = CliRunner().invoke(app, [*command, "--help"])
     assert result.exit_code == 0
     assert "hesscale quality --quick" in result.stdout
+
+
+@pytest.mark.parametrize(
+    "line", [b"garbage", b"\xff\xfe", b"[1, 2]", b'{"kind": "quality", "stage": "initial"}', b"1e999"]
+)
+def test_a_damaged_line_is_named_and_its_seed_measured_again(
+    line: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_figures(monkeypatch)
+    code, whole, _ = quality(*SMALL, "--out", tmp_path)
+    assert code == 0
+    path = tmp_path / "metrics.jsonl"
+    first, *others = path.read_bytes().splitlines()
+    path.write_bytes(b"\n".join([line, *others, b""]))
+    code, printed, complaint = quality(*SMALL, "--out", tmp_path)
+    assert code == 0
+    assert complaint.strip() == f"hesscale: left out line 1 of {path}: not readable"  # a bar leaves an empty line
+    assert path.read_bytes().splitlines()[-1] == first
+    assert printed == whole
+
+
+@pytest.mark.parametrize("missing", ["typer", "rich", "matplotlib"])
+def test_without_the_extra_it_says_what_to_install(missing: str) -> None:
+    code = f"import sys; sys.modules[{missing!r}] = None; from hesscale_lab.__main__ import main; main()"
+    done = subprocess.run([sys.executable, "-c", code, "quality", "--help"], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr == f"hesscale: this needs {missing}: pip install 'hesscale[lab]'\n"
+
+
+def test_the_installed_command_is_the_one_that_says_it() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert project["scripts"] == {"hesscale": "hesscale_lab.__main__:main"}
+    wanted = {
+        re.split("[<>=]", one)[0].replace("scikit-learn", "sklearn") for one in project["optional-dependencies"]["lab"]
+    }
+    for module in wanted:
+        assert what_to_install(ModuleNotFoundError(name=f"{module}.part")).endswith("pip install 'hesscale[lab]'")
+    assert what_to_install(ModuleNotFoundError(name="scipy")) == "this needs scipy: pip install scipy"
+    with pytest.raises(ModuleNotFoundError):  # a mistake of ours is not to be installed away
+        what_to_install(ModuleNotFoundError(name="hesscale_lab.nothing"))
+
+
+def test_coverage_outside_a_clone_says_where_to_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(coverage, "measure_coverage", lambda: pytest.fail("measured in vain"))
+    result = CliRunner().invoke(app, ["coverage"])
+    assert result.exit_code == 2
+    assert result.stderr == "hesscale: there is no folder docs here: say where the page goes with --out FILE\n"

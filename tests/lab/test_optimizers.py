@@ -42,11 +42,11 @@ def probes() -> torch.Generator:
 
 Pass = Callable[[Tensor, list[Tensor], torch.Generator], None]
 PASSES: dict[str, Pass] = {
-    "BL89": lambda loss, params, generator: hesscale.backward(loss, method="bl89"),
+    "AdaBL89": lambda loss, params, generator: hesscale.backward(loss, method="bl89"),
     "AdaHesScaleGN": lambda loss, params, generator: hesscale.backward(loss, method="hesscale_gn"),
     "AdaHesScale": lambda loss, params, generator: hesscale.backward(loss),
     "AdaHessian": lambda loss, params, generator: hutchinson_backward(loss, params, generator=generator),
-    "GGNMC": lambda loss, params, generator: sampled_gauss_newton_backward(loss, params, generator=generator),
+    "AdaGGNMC": lambda loss, params, generator: sampled_gauss_newton_backward(loss, params, generator=generator),
 }
 
 
@@ -68,9 +68,9 @@ def by_hand(name: str, decay: float) -> list[Tensor]:
                     p -= LR * (g + wd * p)
                     continue
                 m[i] = BETA1 * m[i] + (1 - BETA1) * (g + wd * p)
-                v[i] = BETA2 * v[i] + (1 - BETA2) * (h if name == "GGNMC" else h**2)
+                v[i] = BETA2 * v[i] + (1 - BETA2) * (h if name == "AdaGGNMC" else h**2)
                 average = v[i] / (1 - BETA2**t)
-                scale = average if name == "GGNMC" else average**0.5
+                scale = average if name == "AdaGGNMC" else average**0.5
                 damping = EPS if name == "AdaHessian" else EPS + wd
                 direction = m[i] / (1 - BETA1**t) / (scale + damping)
                 p -= LR * (direction + (wd * p if name == "AdaHessian" else 0.0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 from base64 import b64decode
@@ -17,10 +18,11 @@ from hesscale_lab.cli.report import report as report_command
 from hesscale_lab.plots import learning_curves, sensitivity
 from hesscale_lab.plots.colors import STYLES, styles
 from hesscale_lab.plots.learning_curves import Against
-from hesscale_lab.report.collect import Experiment, collect, power
-from hesscale_lab.report.estimate import Estimate, estimate
+from hesscale_lab.report.collect import Experiment, collect
+from hesscale_lab.report.estimate import Estimate, estimate, plain
 from hesscale_lab.report.paper import paper_curves
-from hesscale_lab.report.tables import final_table, plain, settings_table
+from hesscale_lab.report.tables import final_table, settings_table
+from hesscale_lab.wording import counted, power
 
 from .made_up_runs import ADAM, cut_off, make_run, make_seeds
 
@@ -159,8 +161,9 @@ def test_most_seeds_are_chosen_then_the_smallest_area(tmp_path: Path) -> None:
 
 
 def test_estimates() -> None:
+    assert plain(Estimate(1.5e30, 0.25)) == "1.50e+30 ± 0.2500"
     assert estimate([1.0, 3.0]) == Estimate(2.0, 1.0)
-    assert [power(value) for value in (1e-4, 0.1, 1.0, 10.0, 3e-4, 0.0)] == ["1e-4", "1e-1", "1", "1e1", "0.0003", "0"]
+    assert [power(value) for value in (1e-4, 0.1, 1.0, 10.0, 3e-4, 0.0)] == ["1e-4", "1e-1", "1", "1e1", "3e-4", "0"]
 
 
 def test_optimizers_keep_their_colors() -> None:
@@ -183,7 +186,7 @@ def test_the_papers_curves() -> None:
         task: paper_curves(task)["Adam"].epochs for task in ("cifar10-3c3d", "cifar100-3c3d", "cifar100-allcnnc")
     }
     assert lengths == {"cifar10-3c3d": 100, "cifar100-3c3d": 200, "cifar100-allcnnc": 350}
-    assert "BL89" not in paper_curves("cifar100-3c3d")
+    assert "AdaBL89" not in paper_curves("cifar100-3c3d")
     assert paper_curves("digits") == {}
 
 
@@ -207,11 +210,12 @@ def test_the_page_needs_nothing_else(tmp_path: Path) -> None:
     out = tmp_path / "new" / "report"
     code, complaint = report(runs, "--out", out)
     assert code == 0
-    assert complaint.startswith(f"hesscale: left out {runs / 'broken'}: not readable as a run")
+    assert complaint.startswith(f"hesscale: left out {runs / 'broken'}: config.json is not readable (")
     assert complaint.count("\n") == 1
     names = [f"mnist-mlp-e3-{name}" for name in ("epochs", "seconds", "sensitivity")]
     assert {path.name for path in out.iterdir()} == {
         "report.html",
+        "report.csv",
         *(f"{name}.{kind}" for name in names for kind in ("png", "svg")),
     }
     text = (out / "report.html").read_text()
@@ -251,3 +255,43 @@ def test_a_report_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None
     assert code == 1
     assert complaint.startswith(f"hesscale: cannot write to {tmp_path / 'taken'}: ")
     assert complaint.count("\n") == 1
+
+
+def test_older_runs_have_the_librarys_names(tmp_path: Path) -> None:
+    for name in ("BL89", "AdaBL89"):
+        make_run(tmp_path, replace(MNIST, optimizer=name, seed=len(name)), [2, 1, 1, 0.5])
+    experiment = only(tmp_path)
+    (series,) = experiment.series
+    assert (series.optimizer, len(series.seeds)) == ("AdaBL89", 2)
+    assert all("--optimizer AdaBL89 " in command for command in series.commands)
+    table = final_table(experiment, paper_curves("mnist-mlp"))
+    assert table.rows[0][-1]  # the paper's BL89 stands beside it
+    assert table.headings[:2] == ("optimizer", "lr")
+
+
+def test_one_is_singular(tmp_path: Path) -> None:
+    make_run(tmp_path, replace(ADAM, epochs=1, subset=1), [2, 1])
+    assert only(tmp_path).title == "digits, 1 epoch, 1 training image"
+    assert counted(1200, "seed") == "1,200 seeds"
+
+
+def test_the_numbers_stand_beside_the_report(tmp_path: Path) -> None:
+    make_seeds(tmp_path / "runs", ADAM, [[2, 1, 1, 1], [2, 2, 1, 0.5]])
+    make_run(tmp_path / "runs", replace(ADAM, lr=0.1), [2, 1], end="not finite")
+    assert report(tmp_path / "runs", "--out", tmp_path / "report") == (0, "")
+    with (tmp_path / "report" / "report.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 2 * 4
+    row = next(row for row in rows if row["lr"] == "0.001" and row["epoch"] == "3")
+    assert (row["task"], row["optimizer"], row["seeds"], row["chosen"], row["seconds"]) == (
+        "digits",
+        "Adam",
+        "2",
+        "1",
+        "6.0",
+    )
+    assert (float(row["test_loss"]), float(row["test_loss_se"])) == (0.75, 0.25)
+    broken = [row for row in rows if row["lr"] == "0.1"]
+    assert [row["seconds"] for row in broken] == ["0.0", "2.0", "", ""]
+    assert {(row["not_finite"], row["chosen"], row["test_loss_se"]) for row in broken} == {("1", "0", "")}
+    assert not (tmp_path / "report" / "cost.csv").exists()

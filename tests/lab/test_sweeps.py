@@ -28,7 +28,7 @@ def test_the_grid_is_the_papers() -> None:
     adam = grid("mnist-mlp", "Adam", epochs=100)
     assert len(adam) == 5 * 2 * 3
     assert {(s.lr, s.beta1, s.beta2) for s in adam} >= {(1e-5, 0.0, 0.99), (1e-1, 0.9, 0.9999)}
-    assert {s.lr for s in grid("mnist-mlp", "BL89", epochs=1)} >= {1e-6}
+    assert {s.lr for s in grid("mnist-mlp", "AdaBL89", epochs=1)} >= {1e-6}
     assert {(s.beta1, s.beta2) for s in grid("cifar100-3c3d", "Adam", epochs=1)} == {(0.9, 0.999)}
 
 

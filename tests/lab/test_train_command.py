@@ -34,7 +34,7 @@ def test_it_trains_each_seed_and_prints_a_table(tmp_path: Path) -> None:
         "digits", "--optimizer", "SGD", "--seeds", 2, "--epochs", 1, "--field", "activation=relu", "--out", tmp_path
     )
     assert code == 0
-    assert "digits, SGD: lr 0.3" in printed
+    assert "digits, SGD: lr 3e-1" in printed
     folders = sorted((tmp_path / "digits" / "SGD" / "lr3e-01-b0-b0-e1-activation=relu").iterdir())
     assert [folder.name for folder in folders] == ["seed0", "seed1"]
     config = json.loads((folders[1] / "config.json").read_text())

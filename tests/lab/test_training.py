@@ -36,7 +36,7 @@ def measured(run: Run) -> list[dict[str, Any]]:
     return [{key: value for key, value in record.items() if key != "seconds"} for record in run.records]
 
 
-@pytest.mark.parametrize("name", ["AdaHesScale", "GGNMC", "AdaHessian", "Adam"])
+@pytest.mark.parametrize("name", ["AdaHesScale", "AdaGGNMC", "AdaHessian", "Adam"])
 def test_the_same_seed_gives_the_same_run(name: str, tmp_path: Path) -> None:
     runs = []
     for noise in (1, 2):
@@ -97,7 +97,7 @@ train(Settings(*eval(sys.argv[1])), Path(sys.argv[2]), watch=lambda progress: ti
 
 
 def test_a_killed_run_goes_on_to_the_same_numbers(tmp_path: Path) -> None:
-    settings = replace(SMALL, optimizer="GGNMC", epochs=4)
+    settings = replace(SMALL, optimizer="AdaGGNMC", epochs=4)
     values = repr(tuple(vars(settings).values()))
     process = subprocess.Popen([sys.executable, "-c", SLOW, values, str(tmp_path / "killed")])
     deadline = time.monotonic() + 60

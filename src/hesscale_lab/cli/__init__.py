@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from ..extras import what_to_install
 from ..interrupts import CODE, end_at_ctrl_c
 
 COMMANDS = ("train", "sweep", "report", "quality", "cost", "coverage")
@@ -35,8 +36,7 @@ class _Commands(TyperGroup):
             with end_at_ctrl_c():
                 function = getattr(import_module(f".{cmd_name}", __name__), cmd_name)
         except ModuleNotFoundError as error:
-            package = (error.name or "").partition(".")[0]
-            typer.echo(f"hesscale: this needs {package}: pip install 'hesscale[lab]'", err=True)
+            typer.echo(f"hesscale: {what_to_install(error)}", err=True)
             raise typer.Exit(1) from error
         alone = typer.Typer(**_STYLE)
         alone.command(cmd_name)(function)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from ..extras import what_to_install
 from ..interrupts import CODE
 from ..locks import InUseError
 from ..runs import DamagedRunError, OtherRunError
@@ -34,7 +35,7 @@ def clear_errors(folder: Path) -> Iterator[None]:
     except (DataError, DamagedRunError, InUseError, FileNotFoundError) as error:
         stop(str(error), code=1)
     except ModuleNotFoundError as error:
-        stop(f"this needs {error.name}: pip install {error.name}", code=1)
+        stop(what_to_install(error), code=1)
     except BrokenPipeError:
         stop(f"nobody reads the output any more; what was measured is in {folder}", code=1)
     except OSError as error:
@@ -68,4 +69,10 @@ def show(table: Table, headings: Sequence[str], rows: Sequence[Sequence[str]]) -
         table.add_column(heading, justify="left" if not place else "right")
     for row in rows:
         table.add_row(*row)
-    Console().print(table)
+    Console(markup=False).print(table)
+
+
+def name_left_out(lines: Iterable[str]) -> None:
+    """Says on stderr what could not be read."""
+    for line in lines:
+        typer.echo(f"hesscale: left out {line}", err=True)

@@ -9,19 +9,22 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
 from .. import runs
 from ..locks import alone
-from ..plots import cost as plot
+from ..report.kinds import COST
 from ..runs import Run, amend, open_run
 from ..studies import cost as study
 from ..studies import step_memory
+from ..studies.cost import of_kind
 from ..studies.optimizer_steps import HARDEST, UNIT, Method, installed, left_out
+from ..studies.reading import read
 from ..studies.rounds import Watch
 from ..tasks import cost_networks
 from ..tasks.cost_networks import Cell
-from .console import clear_errors, not_below, progress_bar, show, stop
+from ..wording import counted
+from .console import clear_errors, name_left_out, not_below, progress_bar, stop
+from .study import show_study
 
 
 class Part(StrEnum):
@@ -68,11 +71,10 @@ def cost(
         _note(run, only, _command(optimizer or (), quick, count, threads))
         if missing:
             typer.echo(f"hesscale: {missing}", err=True)
+        name_left_out(read(run, COST.checks).left_out)
         _measure(run, methods, _chosen(only, quick))
-        for table in (_show_headline, _show_panels, _show_networks, _show_memory, _show_rounds):
-            table(run)
-        for path in plot.draw(run):
-            typer.echo(f"wrote {path}")
+        show_study(run, COST)
+        _show_rounds(run)
 
 
 def _methods(names: Sequence[str]) -> list[Method]:
@@ -124,7 +126,7 @@ def _chosen(only: Part | None, quick: bool) -> list[Cell]:
 
 def _measure(run: Run, methods: Sequence[Method], cells: Sequence[Cell]) -> None:
     """Fills in what the run lacks."""
-    finished = {(record["kind"] == "memory", record["cell"]) for record in run.records}
+    finished = {(record["kind"] == "memory", record["cell"]) for record in read(run, COST.checks).records}
     missing = [cell for cell in cells if (cell.panel == "memory", cell.name) not in finished]
     if not missing:
         return
@@ -140,96 +142,11 @@ def _measure(run: Run, methods: Sequence[Method], cells: Sequence[Cell]) -> None
             progress.advance(task)
 
 
-def _show_headline(run: Run) -> None:
-    means = study.headline(run.records)
-    if not means:
-        return
-    layers = ", ".join(map(str, cost_networks.HEADLINE))
-    batches = ", ".join(map(str, cost_networks.BATCHES))
-    table = Table(
-        title=f"Cost of a step relative to {UNIT}'s, geometric means of {max(mean.cells for mean in means)} cells\n"
-        f"{layers} layers of {cost_networks.WIDTH} tanh units × batch {batches}",
-        caption="whole: forward, backward, update, clearing   no forward: backward and update, as in the paper",
-    )
-    headings = ("optimizer", "whole", "no forward", "whole / fused Adam's", "target for whole")
-    rows = [
-        (m.optimizer, f"{m.ratio:.2f}", f"{m.ratio_without_forward:.2f}", f"{m.ratio_to_fused:.2f}", m.verdict)
-        for m in means
-    ]
-    show(table, headings, rows)
-
-
-def _show_panels(run: Run) -> None:
-    """Both panels without the forward pass, beside the paper's own ratios; growth with the number of layers."""
-    records = run.records
-    grown = {(line.optimizer, line.batch): line for line in study.growth(records)}
-    names = list(study.by_optimizer(study.of_kind(records, "time", exact=False)))
-    for panel, what in (("layers", "more and more layers"), ("outputs", "one layer, more and more outputs")):
-        batches = sorted({record["batch"] for record in study.of_kind(records, "time", panel=panel)})
-        if not batches:
-            continue
-        headings = ["optimizer", "paper", *(f"batch {batch}" for batch in batches)]
-        rows = []
-        for name in names:
-            ratios = (study.papers_ratio(panel, name), *(study.ratio_of(records, name, b, panel) for b in batches))
-            rows.append([name, *("" if ratio is None else f"{ratio:.2f}" for ratio in ratios)])
-        show(Table(title=f"Backward and update relative to {UNIT}'s: {what}"), headings, rows)
-    batches = sorted({batch for _, batch in grown})
-    if batches:
-        table = Table(
-            title="Growth: α of seconds ∝ parameters^α, whole step, all layers (larger half)",
-            caption="target 1.0 ± 0.1; small networks are mostly overhead, which does not grow",
-        )
-        rows = [[name, *(_growth(grown.get((name, batch))) for batch in batches)] for name in names]
-        show(table, ["optimizer", *(f"batch {batch}" for batch in batches)], rows)
-
-
-def _growth(line: study.Growth | None) -> str:
-    if line is None:
-        return ""
-    return f"{line.exponent:.2f}" + ("" if line.of_larger_half is None else f" ({line.of_larger_half:.2f})")
-
-
-def _show_networks(run: Run) -> None:
-    records = study.of_kind(run.records, "time", panel="networks")
-    for cell in dict.fromkeys(record["cell"] for record in records):
-        rows = [
-            (
-                record["optimizer"],
-                f"{1000 * record['seconds']:.1f}",
-                f"{record['ratio']:.2f}",
-                f"{record['ratio_without_forward']:.2f}",
-                f"{record['ratio_to_fused']:.2f}",
-            )
-            for record in records
-            if record["cell"] == cell
-        ]
-        headings = ("optimizer", "ms", "whole", "no forward", "whole / fused Adam's")
-        goal = f"target for AdaHesScale: ≤ {study.CONVOLUTIONS_TARGET:g}; the limit of arithmetic is 5/3"
-        caption = goal if cell.startswith("3C3D") else None
-        show(Table(title=f"Cost of a step relative to {UNIT}'s: {cell}", caption=caption), headings, rows)
-
-
-def _show_memory(run: Run) -> None:
-    records = study.of_kind(run.records, "memory")
-    cells = list(dict.fromkeys(record["cell"] for record in records))
-    if not cells:
-        return
-    ratios = {(record["optimizer"], record["cell"]): record for record in records}
-    rows = [[name, *(_memory(ratios.get((name, cell))) for cell in cells)] for name in study.by_optimizer(records)]
-    table = Table(
-        title=f"Peak of memory during a step relative to {UNIT}'s (MiB)",
-        caption="all tensors: parameters, state, activations, temporaries",
-    )
-    show(table, ["optimizer", *cells], rows)
-
-
-def _memory(record: study.Record | None) -> str:
-    return "" if record is None else f"{record['ratio']:.2f} ({record['peak'] / 2**20:.0f})"
-
-
 def _show_rounds(run: Run) -> None:
     """How calm it was."""
-    cells = {record["cell"]: record for record in study.of_kind(run.records, "time", optimizer=UNIT)}.values()
+    cells = {
+        record["cell"]: record for record in of_kind(read(run, COST.checks).records, "time", optimizer=UNIT)
+    }.values()
     counts = [sum(record[key] for record in cells) for key in ("rounds", "repeated", "disturbed")]
-    typer.echo("{} rounds; {} disturbed ones were repeated, {} were kept for want of calm ones".format(*counts))
+    rounds, (repeated, disturbed) = counted(counts[0], "round"), counts[1:]
+    typer.echo(f"{rounds}; {repeated} disturbed ones were repeated, {disturbed} were kept for want of calm ones")

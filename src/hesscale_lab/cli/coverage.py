@@ -9,6 +9,7 @@ import typer
 
 from ..coverage import as_markdown
 from ..coverage import measure as measure_coverage
+from ..extras import what_to_install
 from .console import clear_errors, stop
 
 
@@ -21,10 +22,12 @@ def coverage(
     Example:
       hesscale coverage --out docs/coverage.md
     """
+    if not out.parent.is_dir():
+        stop(f"there is no folder {out.parent} here: say where the page goes with --out FILE", code=2)
     try:
         page = as_markdown(measure_coverage())
     except ModuleNotFoundError as error:
-        stop(f"torch's op database needs {error.name}: pip install {error.name}", code=1)
+        stop(f"for torch's op database, {what_to_install(error)}", code=1)
     with clear_errors(out):
-        out.write_text(page)
+        out.write_text(page, encoding="utf-8")
     typer.echo(f"wrote {out}")

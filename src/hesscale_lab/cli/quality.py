@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
 from ..locks import alone
-from ..plots import approximation_quality as quality_plot
-from ..plots import error_per_time as time_plot
+from ..report.kinds import QUALITY
 from ..runs import Run, one_thread, open_run
 from ..studies import approximation_quality, error_per_time
-from ..studies.approximation_quality import STAGES, summarize
+from ..studies.approximation_quality import STAGES
+from ..studies.reading import read
 from ..tasks.networks import NETWORKS, Size, sources
-from .console import clear_errors, not_below, progress_bar, show
+from .console import clear_errors, name_left_out, not_below, progress_bar
+from .study import show_study
 
 NetworkName = StrEnum("NetworkName", {name: name for name in NETWORKS})  # type: ignore[misc]
 _ROUNDS = {"full": 30, "quick": 5}
@@ -55,12 +54,9 @@ def quality(
     folder = out or Path("runs") / "quality" / (f"{network.value}-quick" if quick else network.value)
     with clear_errors(folder), alone(folder), one_thread():
         run = open_run(folder, _config(network.value, size, _ROUNDS[pace]))
+        name_left_out(read(run, QUALITY.checks).left_out)
         _measure(run, size, data)
-        for stage in STAGES:
-            _show_quality(run, stage)
-        _show_time(run)
-        for path in (*quality_plot.draw(run), *time_plot.draw(run)):
-            typer.echo(f"wrote {path}")
+        show_study(run, QUALITY)
 
 
 def _config(network: str, size: Size, rounds: int) -> dict[str, Any]:
@@ -80,14 +76,16 @@ def _config(network: str, size: Size, rounds: int) -> dict[str, Any]:
 def _measure(run: Run, size: Size, data: Path | None) -> None:
     """Fills in what the run lacks; finished seeds are never computed again."""
     config, network = run.config, NETWORKS[run.config["network"]]
-    finished = {record["seed"] for record in run.records if record["kind"] == "quality"}
-    missing = [seed for seed in config["seeds"] if seed not in finished]
-    untimed = not any(record["kind"] == "time" for record in run.records)
+    records = read(run, QUALITY.checks).records
+    stages = STAGES if size.updates else STAGES[:1]
+    known = {(record["seed"], record["stage"]) for record in records if record["kind"] == "quality"}
+    missing = [seed for seed in config["seeds"] if any((seed, stage) not in known for stage in stages)]
+    untimed = not any(record["kind"] == "time" for record in records)
     if not missing and not untimed:
         return
     training, testing = sources(network, data)
     with progress_bar() as progress:
-        task = progress.add_task("seeds", total=len(config["seeds"]), completed=len(finished))
+        task = progress.add_task("seeds", total=len(config["seeds"]), completed=len(config["seeds"]) - len(missing))
         for seed in missing:
             run.add(*approximation_quality.measure(network, seed, size=size, training=training, testing=testing))
             progress.advance(task)
@@ -97,54 +95,3 @@ def _measure(run: Run, size: Size, data: Path | None) -> None:
             run.add(
                 *error_per_time.measure(network, first, size=size, rounds=rounds, training=training, testing=testing)
             )
-
-
-def _show_quality(run: Run, stage: str) -> None:
-    lines = summarize(run.records, stage)
-    if not lines:
-        return
-    config = run.config
-    when = "" if not config["updates"] else ", before training" if stage == STAGES[0] else ", after training"
-    table = Table(
-        title=f"L1 distance from the exact Hessian diagonal\n{config['title']}{when}: "
-        f"{len(config['seeds'])} seeds × {config['examples']} examples",
-        caption=f"relative: to {approximation_quality.REFERENCE}'s error   {approximation_quality.ZERO}: estimate 0\n"
-        "as coded: |Hv| of one probe, over 50 for MC50, as in the authors' experiment",
-    )
-    show(
-        table,
-        ("method", "mean L1 error", "relative", "lowest … highest seed"),
-        [
-            (
-                line.method,
-                f"{line.error:.4g}",
-                f"{line.relative:.2f}",
-                f"{min(line.relative_by_seed):.2f} … {max(line.relative_by_seed):.2f}",
-            )
-            for line in lines
-        ],
-    )
-
-
-def _show_time(run: Run) -> None:
-    """What sampling reaches: with one sample, and with as many as fit in the time HesScale takes."""
-    records = [record for record in run.records if record["kind"] == "time"]
-    for stage, batch in dict.fromkeys((record["stage"], record["batch"]) for record in records):
-        cell = [record for record in records if (record["stage"], record["batch"]) == (stage, batch)]
-        unit = next(record for record in cell if record["method"] == approximation_quality.REFERENCE)
-        headings = ("method", "samples", "ms", "relative time", "relative error")
-        title = f"Error per unit of time: {run.config['title']}, {stage}, batch {batch}"
-        show(Table(title=title), headings, [_time_row(record, unit) for record in cell])
-
-
-def _time_row(record: Mapping[str, Any], unit: Mapping[str, Any]) -> tuple[str, ...]:
-    seconds, error = record["seconds"], f"{record['error'] / unit['error']:.2f}"
-    if seconds is None:
-        return record["method"], "exact" if record["method"] == "GGN" else "", "", "", error
-    return (
-        record["method"],
-        str(record["samples"] or ""),
-        f"{1000 * seconds:.2f}",
-        f"{seconds / unit['seconds']:.2f}",
-        error,
-    )

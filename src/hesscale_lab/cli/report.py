@@ -9,16 +9,17 @@ import typer
 
 from ..report.collect import collect
 from ..report.write import write
-from .console import clear_errors, stop
+from .console import clear_errors, name_left_out, stop
 
 
 def report(
     folders: Annotated[list[Path], typer.Argument(metavar="DIR…", help="Folders with runs, at any depth.")],
-    out: Annotated[Path, typer.Option(help="Folder for report.html and the figures.")] = Path("report"),
+    out: Annotated[Path, typer.Option(help="Folder for report.html, the figures and the numbers.")] = Path("report"),
 ) -> None:
-    """Draw finished runs: learning curves, sensitivity, tables with standard errors, as one HTML page.
+    """Draw finished runs: learning curves, sensitivity, tables with standard errors, as one HTML page and as CSV.
 
-    Reads run folders only and never trains. Figures of other studies in the folders (quality, cost) are shown as well.
+    Reads run folders only and never trains. Studies in the folders (quality, cost) are drawn as well. A run that cannot
+    be read is named and left out.
 
     \b
     Examples:
@@ -30,11 +31,12 @@ def report(
             stop(f"{folder} is not a folder", code=2)
     with clear_errors(out):
         collection = collect(folders)
-    for line in collection.left_out:
-        typer.echo(f"hesscale: left out {line}", err=True)
+    name_left_out(collection.left_out)
     if not collection.experiments and not collection.studies:
         names = ", ".join(map(str, folders))
         stop(f"no run to report on in {names}: `hesscale train` and `hesscale sweep` make them", code=1)
     with clear_errors(out):
-        for path in write(collection, out):
+        written = write(collection, out)
+        name_left_out(written.left_out)
+        for path in written.paths:
             typer.echo(f"wrote {path}")

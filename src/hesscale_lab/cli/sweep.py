@@ -17,14 +17,13 @@ from rich.table import Table
 
 from ..histories import read_history
 from ..optimizers import OPTIMIZERS, optimizer_named
-from ..report.collect import power
-from ..report.estimate import estimate
-from ..report.tables import percent, plain
+from ..report.estimate import estimate, percent, plain
 from ..runs import Run
 from ..sweeps import Sweep, grid
 from ..sweeps import sweep as search
 from ..tasks.table import parse_fields, task_named
 from ..training import Settings, folder_of
+from ..wording import power
 from ..workers import Progress, Standing, Watch, WorkersError, cluster, run_all, standing_of
 from .console import clear_errors, not_below, show, stop
 
@@ -163,7 +162,7 @@ def _picture(board: Sequence[Progress]) -> Group:
 
 def _describe(settings: Settings) -> str:
     betas = f" β {settings.beta1:g}, {settings.beta2:g}" if settings.beta1 or settings.beta2 else ""
-    return f"{settings.optimizer} α {power(settings.lr)}{betas} seed {settings.seed}"
+    return f"{settings.optimizer} lr {power(settings.lr)}{betas} seed {settings.seed}"
 
 
 def _show(found: Sweep, task: str, out: Path) -> None:
@@ -184,5 +183,5 @@ def _show(found: Sweep, task: str, out: Path) -> None:
             title=f"{task}: chosen by the smallest area under the validation loss",
             caption=f"after the last epoch: mean ± standard error over seeds ({seeds})",
         )
-        show(table, ("optimizer", "α", "β₁, β₂", "area", "test loss", "accuracy %"), rows)
+        show(table, ("optimizer", "lr", "β₁, β₂", "area", "test loss", "accuracy %"), rows)
     typer.echo(f"runs are in {out / task}; `hesscale report {out / task}` draws them")

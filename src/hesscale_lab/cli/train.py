@@ -24,6 +24,7 @@ from ..tasks.archives import DataError
 from ..tasks.table import TASKS, parse_fields, task_named
 from ..training import Settings, Watch, folder_of
 from ..training import train as train_one
+from ..wording import power
 from .console import clear_errors, not_below, progress_bar, show, stop
 
 
@@ -177,7 +178,7 @@ def _line_for(settings: Settings) -> Watch:
 
 def _show(all_settings: Sequence[Settings], runs: Sequence[Run]) -> None:
     first = all_settings[0]
-    title = f"{first.task}, {first.optimizer}: lr {first.lr:g}, β₁ {first.beta1:g}, β₂ {first.beta2:g}"
+    title = f"{first.task}, {first.optimizer}: lr {power(first.lr)}, β₁ {first.beta1:g}, β₂ {first.beta2:g}"
     headings = ("seed", "epochs", "train loss", "valid loss", "test loss", "test accuracy", "s/epoch")
     rows = [_row(settings, run) for settings, run in zip(all_settings, runs, strict=True)]
     show(Table(title=title), headings, rows)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
-from ..runs import Run
 from ..studies.approximation_quality import AS_CODED, REFERENCE, STAGES, ZERO, Summary, summarize
+from ..wording import counted
+from .drawn import Config, Drawn, Records, tidy, verbatim
 
 _GRAY = "#777777"
 _FAMILIES = {"HesScale": "#0072B2", "BL89": "#0072B2", "GGN": "#009E73", "KFAC": "#009E73", "AdaHessian": "#D55E00"}
@@ -22,32 +21,37 @@ _ROUNDING = 1e-10  # an error below this share of the largest one is rounding: t
 _SPREAD = 0.5  # height that the seeds of a method take around its line
 
 
-def draw(run: Run) -> list[Path]:
-    """The paths of the figure, PNG and SVG: one row of panels for each stage that was measured."""
-    rows = [(stage, summarize(run.records, stage)) for stage in STAGES]
+_CAPTION = (
+    "Distance of every estimate from the exact diagonal of the Hessian, in units of HesScale's (left) and layer by "
+    "layer (right), on logarithmic scales."
+)
+
+
+def figures(config: Config, records: Records) -> Iterator[Drawn]:
+    """One figure with a row of panels for each stage that was measured; none if nothing was."""
+    rows = [(stage, summarize(records, stage)) for stage in STAGES]
     rows = [(stage, lines) for stage, lines in rows if lines]
+    if not rows:
+        return
     height = 1.6 + 0.36 * max(len(lines) for _, lines in rows)
     figure = Figure(figsize=(12, height * len(rows)), layout="constrained", dpi=150)
     panels = figure.subplots(len(rows), 2, width_ratios=(1.35, 1), squeeze=False)
-    layers = next(record["layers"] for record in run.records if record["kind"] == "quality")
+    layers = next(record["layers"] for record in records if record["kind"] == "quality")
     for (stage, lines), (total, by_layer) in zip(rows, panels, strict=True):
-        suffix = f", {_stage_name(stage, run.config)}" if len(rows) > 1 else ""
+        suffix = f", {_stage_name(stage, config)}" if len(rows) > 1 else ""
         _draw_totals(total, lines, f"All parameters{suffix}")
         _draw_layers(by_layer, lines, layers, f"Layer by layer{suffix}")
-    figure.suptitle(f"Distance from the exact Hessian diagonal: {_describe(run.config)}")
-    paths = [run.folder / f"quality.{kind}" for kind in ("png", "svg")]
-    for path in paths:
-        # without a date, so that the same numbers make the same file
-        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
-    return paths
+    figure.suptitle(f"Distance from the exact Hessian diagonal: {_describe(config, rows[0][1])}")
+    yield Drawn("quality", _CAPTION, figure)
 
 
-def _describe(config: dict[str, Any]) -> str:
-    return f"{config['title']}, {len(config['seeds'])} seeds × {config['examples']} examples"
+def _describe(config: Config, lines: Sequence[Summary]) -> str:
+    seeds = counted(len(lines[0].relative_by_seed), "seed")
+    return f"{verbatim(config['title'])}, {seeds} × {counted(config['examples'], 'example')}"
 
 
-def _stage_name(stage: str, config: dict[str, Any]) -> str:
-    return f"after {config['updates']:,} updates" if stage == "trained" else "before training"
+def _stage_name(stage: str, config: Config) -> str:
+    return f"after {counted(config['updates'], 'update')}" if stage == "trained" else "before training"
 
 
 def _color(method: str) -> str:
@@ -60,7 +64,7 @@ def _draw_totals(axes: Axes, lines: Sequence[Summary], title: str) -> None:
     axes.axvline(reference, color=_GRAY, linewidth=1, linestyle="--", zorder=0)
     shown = [line for line in lines if line.relative > _ROUNDING]
     lowest, highest = (pick(error for line in shown for error in line.relative_by_seed) for pick in (min, max))
-    left = 0.75 * min(1.0, lowest)
+    left = 0.75 * min(1.0, reference, lowest)
     for place, line in enumerate(lines):
         color = _color(line.method)
         if line not in shown:
@@ -75,13 +79,13 @@ def _draw_totals(axes: Axes, lines: Sequence[Summary], title: str) -> None:
     axes.tick_params(axis="y", length=0)
     axes.set_ylim(len(lines) - 0.4, -0.6)
     axes.set_xscale("log")
-    axes.set_xlim(left, 2.5 * highest)
+    axes.set_xlim(left, 2.5 * max(reference, highest))
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if highest < 2000 else (1,)))
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set_xlabel(f"L1 error / {REFERENCE}'s (dots: seeds, bar: mean, dashes: {ZERO})")
     axes.set_title(title, fontsize="medium")
-    _tidy(axes)
+    tidy(axes)
 
 
 def _write(axes: Axes, text: str, x: float, y: float, color: str) -> None:
@@ -92,7 +96,7 @@ def _write(axes: Axes, text: str, x: float, y: float, color: str) -> None:
 def _name(method: str) -> str:
     if method == ZERO:
         return f"{ZERO} (estimate 0)"
-    return method.replace(AS_CODED, " as coded by the authors")
+    return verbatim(method.replace(AS_CODED, " as coded by the authors"))
 
 
 def _draw_layers(axes: Axes, lines: Sequence[Summary], layers: Sequence[str], title: str) -> None:
@@ -103,7 +107,7 @@ def _draw_layers(axes: Axes, lines: Sequence[Summary], layers: Sequence[str], ti
     for layer, name in enumerate(layers):
         color = _LAYERS[layer % len(_LAYERS)]
         height = 0.5 * (layer / max(1, len(layers) - 1) - 0.5)  # coinciding points stay visible
-        label = f"{layer + 1} of {len(layers)}" if name.isdecimal() else name
+        label = f"{layer + 1} of {len(layers)}" if name.isdecimal() else verbatim(name)
         for place, line in enumerate(lines):
             error = line.by_layer[layer]
             exact = error <= _ROUNDING * largest
@@ -122,19 +126,16 @@ def _draw_layers(axes: Axes, lines: Sequence[Summary], layers: Sequence[str], ti
     axes.set_yticks(range(len(lines)), [""] * len(lines))
     axes.tick_params(axis="y", length=0)
     axes.set_xscale("log")
+    low, high = axes.get_xlim()
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 200 * low else (1,)))
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set_xlabel("mean L1 error (hollow: exact up to rounding)")
     axes.set_title(title, fontsize="medium")
     axes.legend(title="layer", frameon=True, edgecolor="none", fontsize="small", title_fontsize="small", loc="best")
-    _tidy(axes)
+    tidy(axes)
 
 
 def _offsets(count: int) -> list[float]:
     """``count`` equal steps around zero, so that points which would hide one another stand side by side."""
     return [_SPREAD * (i / (count - 1) - 0.5) if count > 1 else 0.0 for i in range(count)]
-
-
-def _tidy(axes: Axes) -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="x", which="major", color="#dddddd", linewidth=0.8)
-    axes.grid(axis="y", color="#eeeeee", linewidth=0.8)
-    axes.set_axisbelow(True)

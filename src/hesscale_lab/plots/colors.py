@@ -12,9 +12,9 @@ from collections.abc import Iterable, Mapping
 STYLES: Mapping[str, tuple[str, str]] = {
     "AdaHesScale": ("#0072B2", "o"),
     "AdaHesScaleGN": ("#56B4E9", "s"),
-    "BL89": ("#CC79A7", "^"),
+    "AdaBL89": ("#CC79A7", "^"),
     "AdaHessian": ("#D55E00", "D"),
-    "GGNMC": ("#009E73", "v"),
+    "AdaGGNMC": ("#009E73", "v"),
     "Adam": ("#222222", "P"),
     "SGD": ("#8C8C8C", "X"),
 }

@@ -5,9 +5,8 @@ Once for whole steps, once for backward and update alone, as the paper has it, a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from matplotlib.axes import Axes
@@ -16,13 +15,17 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from ..runs import Run
-from ..studies.cost import Record, by_optimizer, of_kind
+from ..studies.cost import by_optimizer, of_kind
+from ..studies.reading import Record
+from ..wording import counted
+from .drawn import Config, Drawn, Records, tidy, verbatim
 
 _BLUE, _SKY, _PURPLE, _GREEN, _VERMILION = "#0072B2", "#56B4E9", "#CC79A7", "#009E73", "#D55E00"
-_BLACK, _GRAY = "#222222", "#8C8C8C"
+_BLACK, _GRAY, _BROWN = "#222222", "#8C8C8C", "#8A5A2B"
 
-_STYLES: Mapping[str, tuple[str, Literal["-", "--", "-.", ":", ""], str]] = {
+Style = tuple[str, Literal["-", "--", "-.", ":", ""], str]
+
+_STYLES: Mapping[str, Style] = {
     "SGD": (_GRAY, "-", "X"),
     "Adam": (_BLACK, "-", "P"),
     "Adam fused": (_BLACK, ":", "P"),
@@ -41,6 +44,8 @@ _STYLES: Mapping[str, tuple[str, Literal["-", "--", "-.", ":", ""], str]] = {
 }
 """Color by kind of curvature (Okabe & Ito's), line by implementation: fused dotted, other libraries dashed."""
 
+_OTHER: Style = (_BROWN, "-", "h")
+
 _PANELS = {"outputs": "one hidden layer, more and more outputs", "layers": "more and more hidden layers"}
 
 
@@ -49,6 +54,7 @@ class _View:
     """One figure: which field it shows and how."""
 
     title: str
+    caption: str
     field: str
     label: str
     unit: float
@@ -56,28 +62,42 @@ class _View:
 
 
 _VIEWS: Mapping[str, _View] = {
-    "cost": _View("Time of a whole step", "seconds", "milliseconds", 1000),
-    "cost-without-forward": _View("Time of backward and update", "seconds_without_forward", "milliseconds", 1000),
-    "cost-relative": _View("Time of a whole step relative to Adam's", "ratio", "time / Adam's", 1, relative=True),
+    "cost": _View(
+        "Time of a whole step",
+        "Milliseconds of a whole step (forward, backward, update, clearing of gradients) against the number of "
+        "parameters. Both scales are logarithmic.",
+        "seconds",
+        "milliseconds",
+        1000,
+    ),
+    "cost-without-forward": _View(
+        "Time of backward and update",
+        "Milliseconds of backward and update alone, as the paper counts, against the number of parameters. Both scales "
+        "are logarithmic.",
+        "seconds_without_forward",
+        "milliseconds",
+        1000,
+    ),
+    "cost-relative": _View(
+        "Time of a whole step relative to Adam's",
+        "The time of a whole step divided by that of torch.optim.Adam in the same round, against the number of "
+        "parameters. Exact diagonals are far above and left out.",
+        "ratio",
+        "time / Adam's",
+        1,
+        relative=True,
+    ),
 }
 
 
-def draw(run: Run) -> list[Path]:
-    """The paths of all figures, PNG and SVG; none if no panel was measured."""
-    records = [record for record in of_kind(run.records, "time") if record["panel"] in _PANELS]
-    paths: list[Path] = []
-    for name, view in _VIEWS.items() if records else ():
-        shown = [record for record in records if not (view.relative and record["exact"])]
-        figure = _figure(shown, view, f"{view.title}, {_threads(run)}")
-        for path in (run.folder / f"{name}.png", run.folder / f"{name}.svg"):
-            figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
-            paths.append(path)
-    return paths
-
-
-def _threads(run: Run) -> str:
-    count = run.config["threads"]
-    return "one thread" if count == 1 else f"{count} threads"
+def figures(config: Config, records: Records) -> Iterator[Drawn]:
+    """All figures; none if no panel was measured."""
+    shown = [record for record in of_kind(records, "time") if record["panel"] in _PANELS]
+    threads = "one thread" if config["threads"] == 1 else counted(config["threads"], "thread")
+    for name, view in _VIEWS.items():
+        rows = [record for record in shown if not (view.relative and record["exact"])]
+        if rows:
+            yield Drawn(name, view.caption, _figure(rows, view, f"{view.title}, {threads}"))
 
 
 def _figure(records: Sequence[Record], view: _View, title: str) -> Figure:
@@ -93,25 +113,32 @@ def _figure(records: Sequence[Record], view: _View, title: str) -> Figure:
         for batch, axes in zip(batches, row, strict=True):
             _draw_cells(axes, of_kind(records, "time", panel=panel, batch=batch), view)
             axes.set_title(f"{_PANELS[panel]}, batch {batch}", fontsize="small")
+        for axes in row:  # only when all of the row is drawn: a limit set earlier would cut off what comes later
+            _scale(axes, view)
         row[0].set_ylabel(f"{view.label} per step" if not view.relative else view.label)
     for axes in grid[-1]:
         axes.set_xlabel("parameters")
-    names = [name for name in _STYLES if name in by_optimizer(records)]
-    figure.legend(handles=[_key(name) for name in names], loc="outside right center", frameon=False, fontsize="small")
+    names = by_optimizer(records)
+    ordered = sorted(names, key=lambda name: list(_STYLES).index(name) if name in _STYLES else len(_STYLES))
+    figure.legend(handles=[_key(name) for name in ordered], loc="outside right center", frameon=False, fontsize="small")
     figure.suptitle(title)
     return figure
 
 
 def _key(name: str) -> Line2D:
-    color, line, marker = _STYLES[name]
-    return Line2D([], [], color=color, linestyle=line, marker=marker, markersize=5, label=name)
+    color, line, marker = _STYLES.get(name, _OTHER)
+    return Line2D([], [], color=color, linestyle=line, marker=marker, markersize=5, label=verbatim(name))
 
 
 def _draw_cells(axes: Axes, records: Sequence[Record], view: _View) -> None:
     for name, rows in by_optimizer(records).items():
-        color, line, marker = _STYLES[name]
+        color, line, marker = _STYLES.get(name, _OTHER)
         points = sorted((row["parameters"], view.unit * row[view.field]) for row in rows)
         axes.plot(*zip(*points, strict=True), color=color, linestyle=line, marker=marker, markersize=4, linewidth=1.3)
+    tidy(axes)
+
+
+def _scale(axes: Axes, view: _View) -> None:
     axes.set_xscale("log")
     _label(axes.xaxis)
     if view.relative:
@@ -119,9 +146,6 @@ def _draw_cells(axes: Axes, records: Sequence[Record], view: _View) -> None:
     else:
         axes.set_yscale("log")
         _label(axes.yaxis)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(color="#eeeeee", linewidth=0.8)
-    axes.set_axisbelow(True)
 
 
 def _label(axis: Axis) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
-from ..runs import Run
+from ..studies.approximation_quality import REFERENCE
+from ..studies.error_per_time import cells_of
+from .drawn import Config, Drawn, Records, tidy, verbatim
 
 _STYLES = {
     "HesScale": ("#0072B2", "D"),
@@ -21,47 +23,57 @@ _STYLES = {
 _BOUNDS = {"GGN": (":", "GGN, exact"), "|diag H|": ("--", "|diag H| (estimate 0)")}
 
 
-def draw(run: Run) -> list[Path]:
-    """The paths of the figure, PNG and SVG; none if nothing was timed."""
-    records = [record for record in run.records if record["kind"] == "time"]
-    cells = list(dict.fromkeys((record["stage"], record["batch"]) for record in records))
+_CAPTION = (
+    "Error of every estimate, in units of HesScale's, against the milliseconds it takes (gray line: HesScale's), on "
+    "logarithmic scales. Sampled estimates are lines over the number of samples."
+)
+
+
+def figures(config: Config, records: Records) -> Iterator[Drawn]:
+    """One figure with a panel per stage and batch size; none if nothing was timed."""
+    cells = cells_of(records)
     if not cells:
-        return []
-    figure = Figure(
-        figsize=(4.2 * min(2, len(cells)) + 2.2, 3.9 * (len(cells) + 1) // 2), layout="constrained", dpi=150
-    )
-    panels = figure.subplots((len(cells) + 1) // 2, min(2, len(cells)), squeeze=False, sharey=True).flatten()
-    for axes, cell in zip(panels, cells, strict=True):
-        _draw_cell(axes, [record for record in records if (record["stage"], record["batch"]) == cell])
-        axes.set_title(f"{cell[0]}, batch {cell[1]}", fontsize="medium")
+        return
+    columns = min(2, len(cells))
+    rows = -(-len(cells) // columns)
+    figure = Figure(figsize=(4.2 * columns + 2.2, 3.9 * rows), layout="constrained", dpi=150)
+    panels = figure.subplots(rows, columns, squeeze=False, sharey=True).flatten()
+    for axes in panels[len(cells) :]:
+        axes.set_axis_off()
+    for axes, ((stage, batch), cell) in zip(panels, cells.items(), strict=False):
+        _draw_cell(axes, cell)
+        axes.set_title(f"{stage}, batch {batch}", fontsize="medium")
+    for axes in panels[: len(cells)]:  # when all are drawn, since they share an axis
+        _scale(axes)
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center", frameon=False, fontsize="small")
-    figure.suptitle(f"Error of an estimate and the time it takes: {run.config['title']}")
-    paths = [run.folder / f"time.{kind}" for kind in ("png", "svg")]
-    for path in paths:
-        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
-    return paths
+    figure.suptitle(f"Error of an estimate and the time it takes: {verbatim(config['title'])}")
+    yield Drawn("time", _CAPTION, figure)
 
 
-def _draw_cell(axes: Axes, records: list[dict[str, Any]]) -> None:
-    by_method: dict[str, list[dict[str, Any]]] = {}
+def _draw_cell(axes: Axes, records: Records) -> None:
+    by_method: dict[str, list[Mapping[str, Any]]] = {}
     for record in records:
         by_method.setdefault(record["method"], []).append(record)
-    unit = by_method["HesScale"][0]
+    unit = by_method[REFERENCE][0]
     axes.axvline(1000 * unit["seconds"], color="#cccccc", linewidth=1)
     for method, (color, style) in _STYLES.items():
-        points = by_method[method]
+        points = by_method.get(method, [])
+        if not points:
+            continue
         label = f"{method}, 1 … {points[-1]['samples']} samples" if points[0]["samples"] else method
         times, errors = [1000 * r["seconds"] for r in points], [r["error"] / unit["error"] for r in points]
         axes.plot(times, errors, style, color=color, markersize=7 if len(points) == 1 else 5, label=label)
     for method, (style, label) in _BOUNDS.items():
-        error = by_method[method][0]["error"] / unit["error"]
-        axes.axhline(error, color="#777777", linewidth=1, linestyle=style, label=label)
+        for record in by_method.get(method, ()):
+            height = record["error"] / unit["error"]
+            axes.axhline(height, color="#777777", linewidth=1, linestyle=style, label=label)
+    tidy(axes)
+
+
+def _scale(axes: Axes) -> None:
     axes.set(xscale="log", yscale="log", xlabel="milliseconds per estimate", ylabel="L1 error / HesScale's")
     for axis in (axes.xaxis, axes.yaxis):
         low, high = axis.get_view_interval()
         axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 200 * low else (1,)))
         axis.set_major_formatter(StrMethodFormatter("{x:g}"))
         axis.set_minor_formatter(NullFormatter())
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(color="#eeeeee", linewidth=0.8)
-    axes.set_axisbelow(True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from enum import StrEnum
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -25,12 +26,14 @@ from ..histories import METRICS, QUANTITIES, SPLITS
 from ..report.collect import Experiment, Series
 from ..report.paper import PaperCurve
 from .colors import styles
+from .drawn import tidy, verbatim
 
 _SPLIT_NAMES = {"train": "training", "valid": "validation", "test": "test"}
 _MARKS = 8  # markers on a line; more would hide it
 _HIGH = 0.93  # accuracies above it differ too little to be seen on a linear scale
-_LEAST_ERROR = 2e-4
-_ACCURACIES = (0, 0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.998, 0.999, 0.9995)
+_LEAST_ERROR = 2e-4  # added to the error, so that 100 % has a place on its scale
+_ACCURACIES = (0, 0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.998, 0.999, 1)
+_ROOM = 0.03  # share of an axis beside the first and the last point, so that their marks are whole
 
 
 class Against(StrEnum):
@@ -80,39 +83,57 @@ def _draw_metric(
     axes: Axes, metric: str, shown: Mapping[str, Series], beside: Mapping[str, PaperCurve], against: Against
 ) -> None:
     split, quantity = metric.split("_")
-    later: list[float] = []  # values after the first epoch, which set the scale
+    most = 1.0 if quantity == "accuracy" else math.inf
+    drawn: list[float] = []
     for name, (color, marker) in styles(shown).items():
         series = shown[name]
         places = list(range(series.epochs + 1)) if against is Against.EPOCHS else list(series.seconds)
         means = [value.mean for value in series.values[metric]]
-        low, high = ([value.mean + sign * 2 * value.error for value in series.values[metric]] for sign in (-1, 1))
+        low = [value.mean - 2 * value.error for value in series.values[metric]]
+        high = [min(most, value.mean + 2 * value.error) for value in series.values[metric]]
         every = max(1, len(means) // _MARKS)
         axes.fill_between(places, low, high, color=color, alpha=0.16, linewidth=0)
         axes.plot(places, means, color=color, marker=marker, markevery=every, markersize=4.5, linewidth=1.5)
-        later += means[1:]
+        drawn += means
         if name in beside:
             theirs = [value.mean for value in beside[name].values[metric][: len(means)]]
             axes.plot(range(len(theirs)), theirs, color=color, linestyle=(0, (4, 2)), linewidth=1.1, alpha=0.9)
-            later += theirs[1:]
+            drawn += theirs
     axes.set_title(f"{_SPLIT_NAMES[split]} {quantity}", fontsize="medium")
     axes.set_xlabel("epoch" if against is Against.EPOCHS else "seconds of training, measured")
-    axes.set_xlim(left=0)
+    axes.margins(x=_ROOM)
     axes.xaxis.set_major_locator(MaxNLocator(integer=against is Against.EPOCHS, nbins=6))
-    _scale(axes, quantity, later)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(color="#e6e6e6", linewidth=0.8)
-    axes.set_axisbelow(True)
-
-
-def _scale(axes: Axes, quantity: str, later: list[float]) -> None:
     if quantity == "loss":
         _log_scale(axes)
-    elif later and max(later) > _HIGH:
-        _error_scale(axes, min(max(later), 1 - _LEAST_ERROR))
-    elif later:
-        room = 0.06 * (max(later) - min(later)) + 0.002
-        axes.set_ylim(max(0.0, min(later) - room), max(later) + room)
+    else:
+        _accuracy_scale(axes, min(drawn), max(drawn))
+    tidy(axes)
+
+
+def _accuracy_scale(axes: Axes, lowest: float, highest: float) -> None:
+    """Linear; but where accuracies come close to 100 %, equal steps for equal factors of the error 1 − accuracy.
+
+    98 and 99 % then stand as far apart as 80 and 90 %.
+    """
+    if highest > _HIGH:
+        axes.set_yscale("function", functions=(_height, _accuracy))
+        bottom, top = _height(np.array([min(lowest, 0.0), highest]))
+        room = _ROOM * (top - bottom)
+        axes.set_ylim(*_accuracy(np.array([bottom - room, top + room])))
+        axes.yaxis.set_major_locator(FixedLocator(_ACCURACIES))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda accuracy, _: f"{100 * accuracy:g}%"))
+    else:
+        room = 2 * _ROOM * (highest - lowest) + 0.002
+        axes.set_ylim(lowest - room, highest + room)
         axes.yaxis.set_major_formatter(PercentFormatter(xmax=1, decimals=None))
+
+
+def _height(accuracy: Any) -> Any:
+    return -np.log10(np.maximum(1 + _LEAST_ERROR - np.asarray(accuracy), _LEAST_ERROR / 100))
+
+
+def _accuracy(height: Any) -> Any:
+    return 1 + _LEAST_ERROR - 10.0 ** -np.asarray(height)
 
 
 def _log_scale(axes: Axes) -> None:
@@ -126,25 +147,11 @@ def _log_scale(axes: Axes) -> None:
         axes.yaxis.set_minor_locator(NullLocator())
 
 
-def _error_scale(axes: Axes, highest: float) -> None:
-    """Equal steps for equal factors of the error 1 − accuracy: 98 and 99 % stand as far apart as 80 and 90 %."""
-    axes.set_yscale(
-        "function",
-        functions=(
-            lambda accuracy: -np.log10(np.maximum(1 - np.asarray(accuracy), _LEAST_ERROR / 10)),
-            lambda height: 1 - 10.0 ** -np.asarray(height),
-        ),
-    )
-    axes.set_ylim(0, 1 - (1 - highest) / 1.4)
-    axes.yaxis.set_major_locator(FixedLocator(_ACCURACIES))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda accuracy, _: f"{100 * accuracy:g}%"))
-
-
 def _handles(shown: Mapping[str, Series], *, with_paper: bool) -> Iterator[Line2D]:
     for name, (color, marker) in styles(shown).items():
         series = shown[name]
         broken = f", {series.not_finite} of {len(series.seeds)} not finite" if series.not_finite else ""
-        label = f"{name} ({series.setting}{broken})"
+        label = f"{verbatim(name)} ({series.setting}{broken})"
         yield Line2D([], [], color=color, marker=marker, markersize=4.5, label=label)
     if with_paper:
         yield Line2D([], [], color="#555555", linestyle=(0, (4, 2)), linewidth=1.1, label="dashes: the paper's curves")

@@ -7,12 +7,15 @@ import math
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import LogLocator, NullFormatter, NullLocator, StrMethodFormatter
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator, StrMethodFormatter
 
 from ..report.collect import Experiment, Series
+from ..wording import power
 from .colors import styles
+from .drawn import tidy, verbatim
 
 METRIC = "test_loss"
+_LABELS = 6  # step sizes that have a label each; of more, the powers of ten
 
 
 def draw(experiment: Experiment, *, columns: int | None = None) -> Figure:
@@ -39,7 +42,8 @@ def draw(experiment: Experiment, *, columns: int | None = None) -> Figure:
             axes.label_outer()
         axes.set_title(f"β₁ = {pair[0]:g}, β₂ = {pair[1]:g}" if any(pair) else "no moments", fontsize="medium")
     handles = [
-        Line2D([], [], color=color, marker=mark, markersize=5, label=name) for name, (color, mark) in shown.items()
+        Line2D([], [], color=color, marker=mark, markersize=5, label=verbatim(name))
+        for name, (color, mark) in shown.items()
     ]
     figure.legend(
         handles=handles,
@@ -66,13 +70,13 @@ def _draw_pair(
             points = [(s.lr, mean) for s, mean in zip(own, means, strict=True) if bool(s.not_finite) is broken]
             if points:
                 axes.plot(*zip(*points, strict=True), marker, color=color, markersize=5.5, markerfacecolor=fill)
-    axes.set(xscale="log", yscale="log", xlabel="step size α", ylabel="final test loss")
-    axes.xaxis.set_major_locator(LogLocator())
+    axes.set(xscale="log", yscale="log", xlabel="lr", ylabel="final test loss")
+    tried = sorted({s.lr for s in series})
+    axes.xaxis.set_major_locator(FixedLocator(tried) if len(tried) <= _LABELS else LogLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda lr, _: power(lr)))
     low, high = axes.get_ylim()
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 300 * low else (1,)))
     axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(color="#e6e6e6", linewidth=0.8)
-    axes.set_axisbelow(True)
+    tidy(axes)

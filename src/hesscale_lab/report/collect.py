@@ -2,36 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from zlib import crc32
 
-from ..histories import METRICS, History, State, read_history
+from ..histories import METRICS, State
 from ..plots.colors import styles
-from ..runs import CONFIG, ENVIRONMENT, Run
+from ..runs import CONFIG, Run
+from ..wording import counted, power
 from .estimate import Estimate, estimate
+from .reading import Conditions, Setting, Study, Training, read_study, read_training, settings_in
 
-
-class Conditions(NamedTuple):
-    """What runs must share to be compared."""
-
-    task: str
-    epochs: int
-    subset: int | None
-    fields: str  # of the task, where they differ from the table's
-
-
-class Setting(NamedTuple):
-    """What runs must share to be averaged, besides."""
-
-    optimizer: str
-    lr: float
-    beta1: float
-    beta2: float
+_LONGEST = 100  # characters of a file's name, which systems limit
 
 
 @dataclass(frozen=True)
@@ -58,9 +43,9 @@ class Series:
 
     @property
     def setting(self) -> str:
-        """α and, where there are any, β₁ and β₂."""
+        """lr and, where there are any, β₁ and β₂."""
         betas = f", β {self.beta1:g}, {self.beta2:g}" if self.beta1 or self.beta2 else ""
-        return f"α {power(self.lr)}{betas}"
+        return f"lr {power(self.lr)}{betas}"
 
     @property
     def seconds_per_epoch(self) -> float:
@@ -87,9 +72,9 @@ class Experiment:
     @property
     def title(self) -> str:
         """The task and how it was run."""
-        parts = [self.task, f"{self.epochs} epochs"]
+        parts = [self.task, counted(self.epochs, "epoch")]
         if self.subset:
-            parts.append(f"{self.subset:,} training images")
+            parts.append(counted(self.subset, "training image"))
         if self.fields:
             parts.append(self.fields)
         return ", ".join(parts)
@@ -98,7 +83,8 @@ class Experiment:
     def name(self) -> str:
         """For files and anchors."""
         raw = "-".join([self.task, f"e{self.epochs}", *([f"n{self.subset}"] if self.subset else []), self.fields])
-        return "".join(c if c.isalnum() or c in "-._" else "-" for c in raw).strip("-")
+        clean = "".join(c if c.isalnum() or c in "-._" else "-" for c in raw).strip("-")
+        return clean if len(clean) <= _LONGEST else f"{clean[:_LONGEST]}-{crc32(raw.encode()):08x}"
 
     @cached_property
     def chosen(self) -> dict[str, Series]:
@@ -116,14 +102,6 @@ class Experiment:
 
 
 @dataclass(frozen=True)
-class Study:
-    """A run of another kind, with the figures that its command drew."""
-
-    run: Run
-    pictures: tuple[Path, ...]
-
-
-@dataclass(frozen=True)
 class Collection:
     """Everything found, and why some of it was left out."""
 
@@ -133,33 +111,24 @@ class Collection:
 
 
 def collect(folders: Iterable[Path]) -> Collection:
-    """All runs in and below these folders."""
-    trained: dict[Conditions, dict[Setting, list[tuple[Run, History]]]] = {}
-    studies, left_out = [], []
+    """All runs in and below these folders. One that cannot be read costs the report a sentence, nothing else."""
+    trained: dict[Conditions, dict[Setting, list[Training]]] = {}
+    studies: list[Study] = []
+    left_out: list[str] = []
     for run in _runs(folders):
         try:
-            config = run.config
+            config = settings_in(run)
             if config.get("kind") == "train":
-                conditions, setting = _keys(config)
-                history = read_history(run)
-                if history is None:
-                    left_out.append(f"{run.folder}: nothing measured yet")
-                else:
-                    trained.setdefault(conditions, {}).setdefault(setting, []).append((run, history))
-            elif pictures := sorted(run.folder.glob("*.png")):
-                studies.append(Study(run, tuple(pictures)))
+                training = read_training(run, config)
+                trained.setdefault(training.conditions, {}).setdefault(training.setting, []).append(training)
             else:
-                left_out.append(f"{run.folder}: no figure in it")
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            left_out.append(f"{run.folder}: not readable as a run ({type(error).__name__}: {error})")
+                study, lines = read_study(run, config)
+                studies.append(study)
+                left_out += lines
+        except ValueError as error:
+            left_out.append(f"{run.folder}: {error}")
     experiments = [_experiment(key, settings) for key, settings in trained.items()]
     return Collection(tuple(sorted(experiments, key=lambda e: e.title)), tuple(studies), tuple(left_out))
-
-
-def power(value: float) -> str:
-    """1e-4 for powers of ten, else the number as it is."""
-    exponent = round(math.log10(value)) if value > 0 else 0
-    return f"1e{exponent}" if value > 0 and math.isclose(value, 10.0**exponent) and exponent else f"{value:g}"
 
 
 def _runs(folders: Iterable[Path]) -> Iterator[Run]:
@@ -167,32 +136,21 @@ def _runs(folders: Iterable[Path]) -> Iterator[Run]:
     yield from map(Run, found.values())
 
 
-def _keys(config: Mapping[str, Any]) -> tuple[Conditions, Setting]:
-    """The experiment that a run belongs to, and its setting there."""
-    fields = config.get("fields") or {}
-    pairs = [*(fields.items() if isinstance(fields, Mapping) else fields)]
-    pairs += [("processes", count) for count in [config.get("processes", 1)] if count != 1]
-    written = ", ".join(f"{name} {value}" for name, value in pairs)
-    lr, beta1, beta2 = (float(config[name]) for name in ("lr", "beta1", "beta2"))
-    conditions = Conditions(config["task"], int(config["epochs"]), config.get("subset"), written)
-    return conditions, Setting(config["optimizer"], lr, beta1, beta2)
-
-
-def _experiment(conditions: Conditions, settings: Mapping[Setting, list[tuple[Run, History]]]) -> Experiment:
+def _experiment(conditions: Conditions, settings: Mapping[Setting, list[Training]]) -> Experiment:
     return Experiment(
         **conditions._asdict(), series=tuple(_series(setting, settings[setting]) for setting in sorted(settings))
     )
 
 
-def _series(setting: Setting, runs: Sequence[tuple[Run, History]]) -> Series:
+def _series(setting: Setting, runs: Sequence[Training]) -> Series:
     """Finished runs only, if there are any; else what all unfinished ones have reached."""
-    ended = [pair for pair in runs if pair[1].state is not State.UNFINISHED]
-    used = sorted(ended or runs, key=lambda pair: pair[0].config["seed"])
-    histories = [history for _, history in used]
+    ended = [run for run in runs if run.history.state is not State.UNFINISHED]
+    used = sorted(ended or runs, key=lambda run: run.seed)
+    histories = [run.history for run in used]
     count = min(history.epochs for history in histories) + 1
     return Series(
         **setting._asdict(),
-        seeds=tuple(run.config["seed"] for run, _ in used),
+        seeds=tuple(run.seed for run in used),
         values={
             name: tuple(estimate([h.values[name][e] for h in histories]) for e in range(count)) for name in METRICS
         },
@@ -200,18 +158,11 @@ def _series(setting: Setting, runs: Sequence[tuple[Run, History]]) -> Series:
         area=estimate([math.fsum(history.values["valid_loss"][:count]) for history in histories]),
         not_finite=sum(history.state is State.NOT_FINITE for history in histories),
         unfinished=len(runs) - len(ended),
-        commands=tuple(dict.fromkeys(run.config.get("command", "") for run, _ in used)),
-        environments=tuple(dict.fromkeys(environment_line(run) for run, _ in used)),
+        commands=tuple(dict.fromkeys(run.command for run in used)),
+        environments=tuple(dict.fromkeys(run.environment for run in used)),
     )
 
 
 def _mean_of_known(values: Sequence[float]) -> float:
     known = [value for value in values if not math.isnan(value)]
     return math.fsum(known) / len(known) if known else math.nan
-
-
-def environment_line(run: Run) -> str:
-    """The run's environment in one line."""
-    path = run.folder / ENVIRONMENT
-    content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    return ", ".join(f"{name} {value}" for name, value in content.items())

@@ -20,4 +20,20 @@ def estimate(values: Sequence[float]) -> Estimate:
     mean = math.fsum(values) / count
     if count == 1:
         return Estimate(mean, math.nan)
-    return Estimate(mean, math.sqrt(math.fsum((x - mean) ** 2 for x in values) / (count - 1) / count))
+    return Estimate(mean, math.hypot(*(x - mean for x in values)) / math.sqrt((count - 1) * count))
+
+
+def plain(value: Estimate, *, digits: int = 4) -> str:
+    """mean ± standard error; the mean alone of a single seed."""
+    error = "" if math.isnan(value.error) else f" ± {_rounded(value.error, digits)}"
+    return f"{_rounded(value.mean, digits)}{error}"
+
+
+def _rounded(value: float, digits: int) -> str:
+    """The loss of a run that diverged would otherwise fill a line with its digits."""
+    return f"{value:.{digits}f}" if abs(value) < 1e6 else f"{value:.2e}"
+
+
+def percent(value: Estimate) -> str:
+    """The same, of a fraction, in per cent."""
+    return plain(Estimate(100 * value.mean, 100 * value.error), digits=2)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from .tables import Table
+from .table import Table
 
 
 @dataclass(frozen=True)
@@ -47,12 +47,14 @@ p, figcaption, .note { max-width: 48rem; }
 a { color: var(--link); }
 nav ol { padding-left: 1.4rem; margin: 0.4rem 0; }
 figure { margin: 1.4rem 0 2rem; }
-figure img { display: block; max-width: 100%; height: auto; background: #ffffff; border: 1px solid var(--line);
-  border-radius: 8px; padding: 0.4rem; }
+.card { background: #ffffff; border-radius: 8px; padding: 0.4rem; width: fit-content; max-width: 100%;
+  box-shadow: 0 0 0 1px #dcdfe3; }
+figure img { display: block; max-width: 100%; height: auto; }
+@media (prefers-color-scheme: dark) { .card { filter: invert(0.89) hue-rotate(180deg); } }
 figcaption { margin-top: 0.6rem; font-size: 0.95rem; }
 .pan { overflow-x: auto; }
 @media (max-width: 640px) { .pan img { max-width: none; width: 48rem; } }
-.scroll { overflow-x: auto; width: fit-content; max-width: 100%;
+.scroll { overflow-x: auto; width: fit-content; max-width: 100%; margin: 0.9rem 0 0.5rem;
   border: 1px solid var(--line); border-radius: 8px; background: var(--card); }
 .scroll:focus-visible { outline: 2px solid var(--link); }
 table { border-collapse: collapse; font-size: 0.84rem; font-variant-numeric: tabular-nums;
@@ -104,9 +106,9 @@ def _picture(picture: Picture) -> str:
     image = f'<img src="{_data(picture.wide)}" alt="{escape(picture.alt)}">'
     if picture.narrow:
         narrow = f'<source media="(max-width: 640px)" srcset="{_data(picture.narrow)}">'
-        shown = f"<picture>{narrow}{image}</picture>"
+        shown = f'<div class="card"><picture>{narrow}{image}</picture></div>'
     else:  # on a phone it stays large enough to read, and moves sideways in its own frame
-        shown = f'<div class="pan" tabindex="0" role="region" aria-label="Figure">{image}</div>'
+        shown = f'<div class="card pan" tabindex="0" role="region" aria-label="Figure">{image}</div>'
     return f"<figure>{shown}\n<figcaption>{escape(picture.caption)}{_origin(picture)}</figcaption></figure>\n"
 
 

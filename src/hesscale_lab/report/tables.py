@@ -1,31 +1,19 @@
-"""The tables of a report, as rows of text."""
+"""The tables about trainings, as rows of text."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 
-from ..runs import Run
-from ..studies.approximation_quality import STAGES, summarize
-from .collect import Experiment, Series, power
-from .estimate import Estimate
+from ..wording import power
+from .collect import Experiment, Series
+from .estimate import percent, plain
 from .paper import PaperCurve
-
-
-@dataclass(frozen=True)
-class Table:
-    """The first column is words, the others are numbers."""
-
-    title: str
-    headings: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    note: str = ""
-
+from .table import Table
 
 FINAL_HEADINGS = (
     "optimizer",
-    "α",
+    "lr",
     "β₁, β₂",
     "seeds",
     "test accuracy %",
@@ -94,17 +82,6 @@ def _paper_cells(curve: PaperCurve | None, epoch: int) -> tuple[str, str]:
     return percent(curve.values["test_accuracy"][epoch]), plain(curve.values["test_loss"][epoch])
 
 
-def plain(value: Estimate, *, digits: int = 4) -> str:
-    """mean ± standard error; the mean alone of a single seed."""
-    error = "" if math.isnan(value.error) else f" ± {value.error:.{digits}f}"
-    return f"{value.mean:.{digits}f}{error}"
-
-
-def percent(value: Estimate) -> str:
-    """The same, of a fraction, in per cent."""
-    return plain(Estimate(100 * value.mean, 100 * value.error), digits=2)
-
-
 def settings_table(experiment: Experiment) -> Table:
     """Every setting of a search, best first for each optimizer."""
     order = list(experiment.chosen)
@@ -122,19 +99,5 @@ def settings_table(experiment: Experiment) -> Table:
         )
         for s in series
     )
-    headings = ("optimizer", "α", "β₁, β₂", "seeds", "area under valid. loss", "test loss", "test accuracy %")
+    headings = ("optimizer", "lr", "β₁, β₂", "seeds", "area under valid. loss", "test loss", "test accuracy %")
     return Table("All settings", (*headings, "not finite"), rows)
-
-
-def quality_tables(run: Run) -> list[Table]:
-    """The errors of all estimates, if the run measured them."""
-    records = [record for record in run.records if record.get("kind") == "quality"]
-    tables = []
-    for stage in STAGES:
-        lines = summarize(records, stage) if records else []
-        rows = tuple((line.method, f"{line.error:.4g}", f"{line.relative:.2f}") for line in lines)
-        if rows:
-            tables.append(
-                Table(f"Distance from the exact diagonal, {stage}", ("method", "mean L1 error", "relative"), rows)
-            )
-    return tables

@@ -1,101 +1,117 @@
-"""From a collection of runs to files: every figure as PNG and SVG, and report.html with all of them inside."""
+"""From a collection of runs to files: every figure as PNG and SVG, the numbers as CSV, and report.html with it all."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from io import BytesIO
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from matplotlib.figure import Figure
 
 from ..plots import learning_curves, sensitivity
+from ..plots.drawn import Drawn, as_png, save
 from ..plots.learning_curves import Against
-from .collect import Collection, Experiment, Study, environment_line
+from ..wording import counted
+from .collect import Collection, Experiment
+from .estimate import percent
+from .numbers import write_numbers
 from .page import Picture, Section, page
 from .paper import paper_curves
-from .tables import final_table, percent, quality_tables, settings_table
+from .reading import Study
+from .table import Table
+from .tables import final_table, settings_table
 
 PAGE = "report.html"
 
-_STUDY_PICTURES = {
-    "quality": "Distance of every estimate from the exact diagonal of the Hessian, in total and layer by layer.",
-    "time": "Error of every estimate against the time it takes.",
-    "cost": "Time of one update for every optimizer.",
-}
-"""What the figures of other studies show, by the beginning of their file names."""
+
+@dataclass(frozen=True)
+class Written:
+    """The paths of the page, of the numbers and of the figures drawn, and what had to be left out after all."""
+
+    paths: tuple[Path, ...]
+    left_out: tuple[str, ...]
 
 
-def write(collection: Collection, out: Path) -> list[Path]:
-    """The paths of the page and of the figures drawn for it; OSError if they cannot be written."""
+def write(collection: Collection, out: Path) -> Written:
+    """Draws and writes everything; OSError if it cannot be written.
+
+    Runs were checked when they were collected. Should one not be drawable nevertheless, it costs its own section only.
+    """
     out.mkdir(parents=True, exist_ok=True)
     written: list[Path] = []
-    sections = [_experiment_section(experiment, out, written) for experiment in collection.experiments]
-    sections += [_study_section(study, number) for number, study in enumerate(collection.studies)]
-    if collection.left_out:
-        sections.append(Section("Left out", "left-out", collection.left_out))
-    runs = sum(len(s.seeds) for experiment in collection.experiments for s in experiment.series)
-    lead = f"{_count(runs, 'training')} and {_count(len(collection.studies), 'other run')}"
+    sections, left_out = [], []
+    parts: tuple[Experiment | Study, ...] = (*collection.experiments, *collection.studies)
+    for number, part in enumerate(parts):
+        try:
+            if isinstance(part, Study):
+                sections.append(_study_section(part, number))
+            else:
+                sections.append(_experiment_section(part, out, written))
+        except OSError:
+            raise
+        except Exception as error:  # whatever matplotlib may have against numbers that nobody has seen yet
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            left_out.append(f"{part.title}: cannot be drawn ({reason})")
+    everything = (*collection.left_out, *left_out)
+    if everything:
+        sections.append(Section("Left out", "left-out", everything))
     path = out / PAGE
-    path.write_text(page("hesscale: report", f"Made by hesscale report from {lead}.", sections), encoding="utf-8")
-    return [path, *written]
+    text = page("hesscale: report", f"Made by hesscale report from {_lead(collection)}.", sections)
+    path.write_text(text, encoding="utf-8", errors="xmlcharrefreplace")
+    return Written((path, *write_numbers(collection, out), *written), tuple(left_out))
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+def _lead(collection: Collection) -> str:
+    runs = sum(len(s.seeds) for experiment in collection.experiments for s in experiment.series)
+    counts = {"training": runs, "other run" if runs else "run": len(collection.studies)}
+    return " and ".join(counted(count, noun) for noun, count in counts.items() if count)
 
 
 def _experiment_section(experiment: Experiment, out: Path, written: list[Path]) -> Section:
-    paper = paper_curves(experiment.task)
-    blocks: list[Any] = [final_table(experiment, paper)]
-    for name, caption, draw, narrow in _figures(experiment):
-        paths = _save(draw(), out / f"{experiment.name}-{name}")
+    chosen = experiment.chosen.values()
+    environments = tuple(dict.fromkeys(line for series in chosen for line in series.environments))
+    commands = tuple(command for series in chosen for command in series.commands)
+    blocks: list[Picture | Table | str] = [final_table(experiment, paper_curves(experiment.task))]
+    for drawn in _figures(experiment):
+        paths = save(drawn.figure, out / f"{experiment.name}-{drawn.name}")
         written += paths
-        origin = {line: None for series in experiment.chosen.values() for line in series.environments}
-        commands = [command for series in experiment.chosen.values() for command in series.commands]
-        blocks.append(
-            Picture(
-                caption,
-                _describe(experiment, caption),
-                paths[0].read_bytes(),
-                _png(narrow()),
-                tuple(commands),
-                tuple(origin),
-            )
-        )
+        narrow = as_png(drawn.narrow) if drawn.narrow else None
+        alt = _describe(experiment, drawn.caption)
+        blocks.append(Picture(drawn.caption, alt, paths[0].read_bytes(), narrow, commands, environments))
     if experiment.is_search:
         blocks.append(settings_table(experiment))
     return Section(experiment.title, experiment.name, tuple(blocks))
 
 
-def _figures(experiment: Experiment) -> Iterator[tuple[str, str, Callable[[], Figure], Callable[[], Figure]]]:
-    """Name, caption, and how to draw it for a wide and for a narrow screen."""
+def _figures(experiment: Experiment) -> Iterator[Drawn]:
     paper = paper_curves(experiment.task)
     band = "Bands: ± 2 standard errors over seeds." if any(len(s.seeds) > 1 for s in experiment.chosen.values()) else ""
-    beside = " Dashes: the paper's curves at the same epochs." if set(paper) & set(experiment.chosen) else ""
+    beside = "Dashes: the paper's curves at the same epochs." if set(paper) & set(experiment.chosen) else ""
     if beside and experiment.subset:
         beside += " The paper trained on all images, so an epoch there has more steps."
-    rest = "Losses, and accuracies close to 100 %, are on logarithmic scales (of the error, there)."
-    yield (
+    scales = "Losses, and accuracies close to 100 %, are on logarithmic scales (of the error, there)."
+    yield Drawn(
         "epochs",
-        f"Learning curves by epoch. {band}{beside} {rest}",
-        lambda: learning_curves.draw(experiment, paper),
-        lambda: learning_curves.draw(experiment, paper, columns=1),
+        _joined("Learning curves by epoch.", band, beside, scales),
+        learning_curves.draw(experiment, paper),
+        learning_curves.draw(experiment, paper, columns=1),
     )
-    times = " No times of the paper's trainings were published: its axis of seconds was computed." if beside else ""
-    yield (
+    times = "No times of the paper's trainings were published: its axis of seconds was computed." if beside else ""
+    yield Drawn(
         "seconds",
-        f"The same by measured seconds of training, evaluations not counted. {band}{times}",
-        lambda: learning_curves.draw(experiment, paper, against=Against.SECONDS),
-        lambda: learning_curves.draw(experiment, paper, against=Against.SECONDS, columns=1),
+        _joined("The same by measured seconds of training, evaluations not counted.", band, times),
+        learning_curves.draw(experiment, paper, against=Against.SECONDS),
+        learning_curves.draw(experiment, paper, against=Against.SECONDS, columns=1),
     )
     if experiment.is_search:
-        yield (
+        yield Drawn(
             "sensitivity",
-            "Final test loss against the step size, for each pair of β₁ and β₂. Hollow marks: a run became not finite.",
-            lambda: sensitivity.draw(experiment),
-            lambda: sensitivity.draw(experiment, columns=1),
+            "Final test loss against lr, for each pair of β₁ and β₂. Hollow marks: a run became not finite.",
+            sensitivity.draw(experiment),
+            sensitivity.draw(experiment, columns=1),
         )
+
+
+def _joined(*sentences: str) -> str:
+    return " ".join(filter(None, sentences))
 
 
 def _describe(experiment: Experiment, caption: str) -> str:
@@ -105,27 +121,12 @@ def _describe(experiment: Experiment, caption: str) -> str:
 
 
 def _study_section(study: Study, number: int) -> Section:
-    config = study.run.config
-    title = f"{study.run.folder.name}: {config['title']}" if "title" in config else study.run.folder.name
-    blocks: list[Any] = []
-    for path in study.pictures:
-        begins = (text for start, text in _STUDY_PICTURES.items() if path.stem.startswith(start))
-        caption = next(begins, f"{path.stem}.")
-        commands, environments = (config.get("command", ""),), (environment_line(study.run),)
-        blocks.append(Picture(caption, f"{title}. {caption}", path.read_bytes(), None, commands, environments))
-    return Section(title, f"study-{number}", (*blocks, *quality_tables(study.run)))
-
-
-def _save(figure: Figure, stem: Path) -> list[Path]:
-    paths = [stem.with_name(f"{stem.name}.{kind}") for kind in ("png", "svg")]
-    for path in paths:
-        # without a date, so that the same numbers make the same file
-        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
-        figure.set_layout_engine("none")  # it is laid out now; doing it again would take seconds
-    return paths
-
-
-def _png(figure: Figure) -> bytes:
-    file = BytesIO()
-    figure.savefig(file, format="png")
-    return file.getvalue()
+    commands, environments = (str(study.config.get("command", "")),), (study.environment,)
+    pictures = [(f"{name}.", content) for name, content in study.pictures]
+    if study.kind and study.records:
+        pictures += [(d.caption, as_png(d.figure)) for d in study.kind.figures(study.config, study.records)]
+    blocks = [
+        Picture(caption, f"{study.title}. {caption}", content, None, commands, environments)
+        for caption, content in pictures
+    ]
+    return Section(study.title, f"study-{number}", (*study.tables, *blocks))

@@ -22,6 +22,7 @@ from hesscale.estimators import kfac
 
 from ..tasks.networks import Data, Network, Size, seeded, train
 from . import stacked_mlp as stacked
+from .reading import is_size
 
 REFERENCE = "HesScale"
 """The method whose error is the unit of all relative errors."""
@@ -163,6 +164,19 @@ def _has_factors(model: nn.Module) -> bool:
     return all(isinstance(module, kfac.LAYERS) for module in own)
 
 
+def is_record(record: Mapping[str, Any]) -> bool:
+    """Whether a record of kind "quality" has what summaries and figures need."""
+    errors, layers = record["errors"], record["layers"]
+    return (
+        record["stage"] in STAGES
+        and isinstance(record["seed"], int)
+        and all(isinstance(layer, str) for layer in layers)
+        and all(len(row) == len(layers) and all(map(is_size, row)) for row in errors.values())
+        and sum(errors[REFERENCE]) > 0
+        and ZERO in errors
+    )
+
+
 @dataclass(frozen=True)
 class Summary:
     """One method in a line: its mean error, alone and in units of HesScale's, which is also given seed by seed."""
@@ -175,11 +189,18 @@ class Summary:
 
 
 def summarize(records: Sequence[Mapping[str, Any]], stage: str) -> tuple[Summary, ...]:
-    """One line per method, the closest first. Relative errors are ratios to HesScale's (the mean's to its mean)."""
-    chosen = [record["errors"] for record in records if record["kind"] == "quality" and record["stage"] == stage]
+    """One line per method, the closest first. Relative errors are ratios to HesScale's (the mean's to its mean).
+
+    Of a seed that was measured twice, the last record counts.
+    """
+    of_stage = [record for record in records if record["kind"] == "quality" and record["stage"] == stage]
+    if len({tuple(record["layers"]) for record in of_stage}) > 1:
+        raise ValueError("they are of several networks")
+    chosen = list({record["seed"]: record["errors"] for record in of_stage}.values())
     if not chosen:
         return ()
-    totals = {method: [sum(errors[method]) for errors in chosen] for method in chosen[0]}
+    methods = [method for method in chosen[0] if all(method in errors for errors in chosen)]
+    totals = {method: [sum(errors[method]) for errors in chosen] for method in methods}
     unit = totals[REFERENCE]
     lines = [
         Summary(

@@ -17,18 +17,8 @@ from typing import Any
 
 from ..tasks.cost_networks import Cell
 from .optimizer_steps import HARDEST, UNIT, Method, Step, known_warnings
+from .reading import Checks, Record, is_size
 from .rounds import Rounds, Times, Watch, interleaved
-
-TARGETS: Mapping[str, float] = {
-    "AdaHesScale": 1.5,
-    "AdaHesScale fused": 1.3,
-    "AdaHesScale fused every=10": 0.9,
-}
-"""What the whole step of the headline is to cost at most, relative to Adam."""
-
-CONVOLUTIONS_TARGET = 1.7
-"""The same for AdaHesScale on 3C3D. Arithmetic alone sets a limit of 5/3 there: to a forward pass and two products per
-layer in the backward pass, curvature adds two."""
 
 WAYS = ("", "_without_forward")
 """Endings of the fields for the two ways to count."""
@@ -37,7 +27,30 @@ _PIECE, _MOST = 0.04, 50  # a piece is about so many seconds of Adam's steps, an
 _WARM_UP = 3
 _EXACT_ROUNDS = 3  # exact diagonals take seconds and need no precision
 
-Record = Mapping[str, Any]
+_POSITIVE = (
+    "batch",
+    "parameters",
+    "rounds",
+    *(f"{n}{w}" for n in ("seconds", "ratio", "ratio_to_fused") for w in WAYS),
+)
+
+
+def _is_time(record: Record) -> bool:
+    words, flags = ("panel", "cell", "optimizer"), ("headline", "exact")
+    return (
+        all(isinstance(record[name], str) for name in words)
+        and all(isinstance(record[name], bool) for name in flags)
+        and all(is_size(record[name]) and record[name] > 0 for name in _POSITIVE)
+        and all(is_size(record[name]) for name in ("repeated", "disturbed"))
+    )
+
+
+def _is_memory(record: Record) -> bool:
+    words, sizes = (record["cell"], record["optimizer"]), (record["peak"], record["ratio"])
+    return all(isinstance(word, str) for word in words) and all(is_size(size) and size > 0 for size in sizes)
+
+
+CHECKS: Checks = {"time": _is_time, "memory": _is_memory}
 
 
 def measure(cell: Cell, methods: Sequence[Method], *, rounds: int, watch: Watch) -> list[dict[str, Any]]:
@@ -130,12 +143,6 @@ class Mean:
     ratio_to_fused: float
     cells: int
 
-    @property
-    def verdict(self) -> str:
-        """Its target, if it has one, and whether it was met."""
-        target = TARGETS.get(self.optimizer)
-        return "" if target is None else f"≤ {target:g}: {'met' if self.ratio <= target else 'missed'}"
-
 
 def headline(records: Iterable[Record]) -> list[Mean]:
     """Geometric means over the cells of the headline that were measured; exact diagonals are not part of it."""
@@ -162,7 +169,7 @@ def by_optimizer(records: Iterable[Record]) -> dict[str, list[Record]]:
 
 @dataclass(frozen=True)
 class Growth:
-    """The exponent α of seconds ∝ parameters^α over all cells of a line, and over the larger half of four or more."""
+    """The exponent a of seconds ∝ parameters^a over all cells of a line, and over the larger half of four or more."""
 
     optimizer: str
     batch: int
@@ -180,14 +187,14 @@ def growth(records: Iterable[Record]) -> list[Growth]:
     for name, rows in by_optimizer(of_kind(records, "time", panel="layers", exact=False)).items():
         for batch in sorted({row["batch"] for row in rows}):
             line = sorted((row["parameters"], row["seconds"]) for row in rows if row["batch"] == batch)
-            if len(line) > 1:
+            if len({size for size, _ in line}) > 1:
                 larger = exponent(line[len(line) // 2 :]) if len(line) > 3 else None
                 grown.append(Growth(name, batch, exponent(line), larger))
     return grown
 
 
 def exponent(points: Sequence[tuple[float, float]]) -> float:
-    """α of the least-squares line  log y = α log x + c."""
+    """a of the least-squares line  log y = a log x + c."""
     return linear_regression(*zip(*((math.log(x), math.log(y)) for x, y in points), strict=True)).slope
 
 

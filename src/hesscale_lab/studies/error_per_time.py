@@ -8,7 +8,7 @@ read off the line between them.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from statistics import fmean, median
 from typing import Any, cast
 
@@ -20,7 +20,8 @@ import hesscale
 
 from ..tasks.networks import BATCH, Data, Network, Size, seeded, train
 from . import stacked_mlp as stacked
-from .approximation_quality import STAGES
+from .approximation_quality import REFERENCE, STAGES
+from .reading import Record, is_size
 
 SAMPLED: Mapping[str, str] = {"AdaHessian-MC": "hutchinson", "GGN-MC": "ggn_mc"}
 SINGLE: Mapping[str, str] = {"HesScale": "hesscale", "HesScaleGN": "hesscale_gn", "g²": "squared_gradient"}
@@ -31,6 +32,29 @@ BOUNDS = ("GGN", "|diag H|")
 _LADDER = (1, 4, 16, 64)  # numbers of samples that are timed
 _MOST = 200  # samples that are considered at all
 _BATCHES = 10  # over which errors are averaged
+
+
+def is_record(record: Record) -> bool:
+    """Whether a record of kind "time" has what tables and figures need; only bounds have no time."""
+    seconds, samples, method = record["seconds"], record["samples"], record["method"]
+    return (
+        record["stage"] in STAGES
+        and isinstance(record["batch"], int)
+        and isinstance(method, str)
+        and (seconds is None if method in BOUNDS else is_size(seconds) and seconds > 0)
+        and (samples is None or isinstance(samples, int))
+        and is_size(record["error"])
+        and (record["error"] > 0 or method != REFERENCE)  # the unit of the others
+    )
+
+
+def cells_of(records: Iterable[Record]) -> dict[tuple[str, int], list[Record]]:
+    """The timed records by stage and batch size, where HesScale, the unit of all others, is among them."""
+    cells: dict[tuple[str, int], list[Record]] = {}
+    for record in records:
+        if record["kind"] == "time":
+            cells.setdefault((record["stage"], record["batch"]), []).append(record)
+    return {key: cell for key, cell in cells.items() if any(record["method"] == REFERENCE for record in cell)}
 
 
 def measure(

@@ -170,7 +170,7 @@ METHODS: tuple[Method, ...] = (
         "GGN-MC, BackPACK",
         _backpack_ggn_mc,
         fits=_is_chain,
-        package=("backpack", "backpack-for-pytorch"),
+        package=("backpack", "backpack-for-pytorch einops unfoldNd"),
     ),
     Method(
         "AdaHessian, pytorch_optimizer",
@@ -188,11 +188,15 @@ def installed() -> tuple[Method, ...]:
 
 
 def left_out(methods: Sequence[Method] | None = None) -> str | None:
-    """One line about the rows that cannot, and what to install for them; None if there are none."""
+    """One line about the rows that cannot, and what to install for them; None if there are none.
+
+    Without dependencies, since BackPACK asks for torchvision, which would bring a torch of its own; what they really
+    need is named.
+    """
     absent = [method for method in methods or METHODS if not method.installed]
     packages = " ".join(method.package[1] for method in absent if method.package)
     names = " and ".join(f"“{method.name}”" for method in absent)
-    return f"left out {names}: pip install {packages}" if absent else None
+    return f"left out {names}: pip install --no-deps {packages}" if absent else None
 
 
 @contextmanager

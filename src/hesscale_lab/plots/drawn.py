@@ -1,0 +1,54 @@
+"""A figure with what it shows in words, and how figures become files. Names from run folders are never mathematics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+Config = Mapping[str, Any]
+Records = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A figure, its file name without ending, its caption, and the same for narrow screens if there is such."""
+
+    name: str
+    caption: str
+    figure: Figure
+    narrow: Figure | None = None
+
+
+def save(figure: Figure, stem: Path) -> list[Path]:
+    """The paths of the figure as PNG and as SVG."""
+    paths = [stem.with_name(f"{stem.name}.{kind}") for kind in ("png", "svg")]
+    for path in paths:
+        # without a date, so that the same numbers make the same file
+        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+        figure.set_layout_engine("none")  # it is laid out now; doing it again would take seconds
+    return paths
+
+
+def as_png(figure: Figure) -> bytes:
+    """The figure as the bytes of a PNG file."""
+    file = BytesIO()
+    figure.savefig(file, format="png")
+    return file.getvalue()
+
+
+def verbatim(text: str) -> str:
+    r"""The text as it is: matplotlib would read what stands between two $ as mathematics, and refuse $\frac{$."""
+    return text.replace("$", r"\$")
+
+
+def tidy(axes: Axes) -> None:
+    """No frame above and on the right, a light grid behind everything."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(color="#e6e6e6", linewidth=0.8)
+    axes.set_axisbelow(True)

@@ -1,0 +1,188 @@
+"""One run folder, read and checked: what is wrong with it is a ValueError of one sentence, before anything is drawn."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..histories import History, read_history
+from ..optimizers import EARLIER_NAMES
+from ..runs import CONFIG, ENVIRONMENT, METRICS, Run
+from ..studies.reading import Record, read
+from .kinds import Kind, kind_of
+from .table import Table
+
+Config = dict[str, Any]
+_LARGEST = 1e100  # what lies beyond it cannot be squared
+_LARGEST_COUNT = 10**9
+_PNG = b"\x89PNG\r\n\x1a\n"
+
+
+class Conditions(NamedTuple):
+    """What runs must share to be compared."""
+
+    task: str
+    epochs: int
+    subset: int | None
+    fields: str  # of the task, where they differ from the table's
+
+
+class Setting(NamedTuple):
+    """What runs must share to be averaged, besides."""
+
+    optimizer: str
+    lr: float
+    beta1: float
+    beta2: float
+
+
+@dataclass(frozen=True)
+class Training:
+    """A run of ``hesscale train`` or ``hesscale sweep``."""
+
+    conditions: Conditions
+    setting: Setting
+    seed: int
+    history: History
+    command: str
+    environment: str
+
+
+@dataclass(frozen=True)
+class Study:
+    """A run of another kind: its records if the kind is known, else the pictures its command drew."""
+
+    folder: Path
+    title: str
+    kind: Kind | None
+    config: Config
+    records: tuple[Record, ...]
+    tables: tuple[Table, ...]
+    pictures: tuple[tuple[str, bytes], ...]  # name and content
+    environment: str
+
+
+def settings_in(run: Run) -> Config:
+    """What its config.json says."""
+    config = _json(run.folder / CONFIG)
+    if not isinstance(config, dict):
+        raise ValueError(f"{CONFIG} holds no settings")
+    return config
+
+
+def read_training(run: Run, config: Config) -> Training:
+    """The run's settings and what it measured."""
+    conditions, setting, seed = _conditions(config), _setting(config), _whole(config, "seed")
+    try:
+        history = read_history(run)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        detail = str(error).removeprefix(f"{run.folder / METRICS}, ").replace("\n", " ")
+        raise ValueError(f"{METRICS} is not readable ({type(error).__name__}: {detail})") from None
+    if history is None:
+        raise ValueError("nothing measured yet")
+    if any(abs(value) > _LARGEST for values in (history.seconds, *history.values.values()) for value in values):
+        raise ValueError(f"{METRICS} has numbers beyond {_LARGEST:g}")
+    return Training(conditions, setting, seed, history, _command(config), _environment(run))
+
+
+def read_study(run: Run, config: Config) -> tuple[Study, tuple[str, ...]]:
+    """The study, and a sentence for every line of it that is left out."""
+    kind = kind_of(config)
+    try:
+        found = read(run, kind.checks) if kind else None
+        pictures = [(path.stem, path.read_bytes()) for path in sorted(run.folder.glob("*.png"))]
+    except OSError as error:
+        raise ValueError(f"not readable ({error.strerror or error})") from None
+    records = found.records if found else ()
+    shown = () if records else tuple(picture for picture in pictures if picture[1].startswith(_PNG))
+    if not records and not shown:
+        raise ValueError("nothing measured yet" if kind else "no figure in it")
+    title = config.get("title") or ("cost of a step" if kind else "")
+    name = f"{run.folder.resolve().name}{f': {title}' if title else ''}"
+    tables = _tables(kind, config, records) if kind else ()
+    study = Study(run.folder, name, kind, config, records, tables, shown, _environment(run))
+    return study, found.left_out if found else ()
+
+
+def _tables(kind: Kind, config: Config, records: tuple[Record, ...]) -> tuple[Table, ...]:
+    """Each record was found whole; only together they show whether they are of one study."""
+    try:
+        return tuple(kind.tables(config, records))
+    except (ValueError, KeyError, TypeError, ArithmeticError) as error:
+        raise ValueError(f"its records do not go together ({type(error).__name__}: {error})") from None
+
+
+def _conditions(config: Config) -> Conditions:
+    fields = config.get("fields") or {}
+    try:
+        pairs = [*(fields.items() if isinstance(fields, Mapping) else fields)]
+        pairs += [("processes", count) for count in [config.get("processes", 1)] if count != 1]
+        written = ", ".join(f"{name} {value}" for name, value in pairs)
+    except (TypeError, ValueError):
+        raise ValueError(f"its fields are {fields!r:.60}") from None
+    subset = None if config.get("subset") is None else _whole(config, "subset")
+    return Conditions(_word(config, "task"), _whole(config, "epochs"), subset, _printable("fields", written))
+
+
+def _setting(config: Config) -> Setting:
+    name = _word(config, "optimizer")
+    lr, beta1, beta2 = (_number(config, key) for key in ("lr", "beta1", "beta2"))
+    if not lr > 0:
+        raise ValueError(f"its lr is {lr}")
+    return Setting(EARLIER_NAMES.get(name, name), lr, beta1, beta2)
+
+
+def _number(config: Config, name: str) -> float:
+    value = config.get(name)
+    if not isinstance(value, int | float) or not abs(value) < _LARGEST:
+        raise ValueError(f"its {name} is {value!r:.60}")
+    return float(value)
+
+
+def _whole(config: Config, name: str) -> int:
+    value = config.get(name)
+    if not isinstance(value, int) or not 0 <= value < _LARGEST_COUNT:
+        raise ValueError(f"its {name} is {value!r:.60}")
+    return value
+
+
+def _word(config: Config, name: str) -> str:
+    value = config.get(name)
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"its {name} is {value!r:.60}")
+    return _printable(name, value)
+
+
+def _printable(name: str, value: str) -> str:
+    if not value.isprintable():
+        raise ValueError(f"its {name} is {value!a:.60}")
+    return value
+
+
+def _command(config: Config) -> str:
+    """The command that repeats the run today."""
+    command = str(config.get("command", ""))
+    for earlier, name in EARLIER_NAMES.items():
+        command = command.replace(f"--optimizer {earlier} ", f"--optimizer {name} ")
+    return command
+
+
+def _environment(run: Run) -> str:
+    """The run's environment in one line; none is no reason to leave the run out."""
+    try:
+        content = _json(run.folder / ENVIRONMENT)
+    except ValueError:
+        return ""
+    return ", ".join(f"{name} {value}" for name, value in content.items()) if isinstance(content, dict) else ""
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_bytes())
+    except OSError as error:
+        raise ValueError(f"{path.name} is not readable ({error.strerror or error})") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path.name} is not readable ({error})") from None
