@@ -158,7 +158,7 @@ class Walk:
         taken = self._foreign_storages()
         for leaf, waiting, continues, _, _ in self._arrivals:
             s = self._pending.get(waiting) if isinstance(waiting, tuple) else waiting
-            leaves.add(leaf, leaves.owned(s, leaf, taken), to_old=continues)
+            leaves.add(leaf, leaves.owned(s, leaf, taken), to_old=continues, method=self._plan.method.name)
         _remove_all(self._handles)
         if not self._plan.targets:
             self._forget()

@@ -1,17 +1,23 @@
-"""Sampled curvature for the optimizers that compare: one Hutchinson probe, or one draw of the Gauss-Newton diagonal.
+"""Where an optimizer's curvature comes from: a source fills ``p.grad`` and ``p.curvature``, as ``backward`` does.
 
-Both write ``p.grad`` and ``p.curvature`` as ``hesscale.backward`` does: adding up, and afresh where ``p.grad`` is None.
+A source is a value: ``CurvatureScaled(params, source=Propagated("hesscale_gn"))``. One that can ride on torch's own
+backward pass can be attached to a loss; the others take passes of their own.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
+from .. import leaves
+from ..backward import attach
+from ..backward import backward as curvature_backward
 from ..graph import Edge, Graph, edge_of, trace
 from ..rules import RULES
 from ..rules.families import signed
@@ -22,6 +28,74 @@ _NO_PARAMETER = (
     "the loss depends on no parameter of this optimizer (sampled curvature cannot see parameters that "
     "fully_shard has sharded: use AdaHesScale or AdaHesScaleGN for those)"
 )
+_NOT_ATTACHED = (
+    "curvature by {name} takes a pass of its own and cannot be attached to a loss: call optimizer.backward(loss), or "
+    "let the trainer run within `with optimizer.armed():`"
+)
+
+
+class Source(ABC):
+    """A way to curvature. ``options`` are the source's own, such as ``generator``."""
+
+    attaches: ClassVar[bool] = False
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """What the passes of this source note on curvature (``leaves.method_of``)."""
+
+    @abstractmethod
+    def __call__(self, loss: Tensor, params: Sequence[Tensor], *, retain_graph: bool, **options: Any) -> None:
+        """Fills ``p.grad`` and ``p.curvature``."""
+
+    def attach(self, loss: Tensor, **options: Any) -> Tensor:
+        """The same loss, whose ``backward`` is going to fill ``p.curvature``."""
+        raise RuntimeError(_NOT_ATTACHED.format(name=self.name))
+
+
+@dataclass(frozen=True)
+class Propagated(Source):
+    """One of the methods of ``hesscale.backward``, with its options."""
+
+    method: str = "hesscale"
+    attaches: ClassVar[bool] = True
+
+    @property
+    def name(self) -> str:
+        return self.method
+
+    def __call__(self, loss: Tensor, params: Sequence[Tensor], *, retain_graph: bool, **options: Any) -> None:
+        curvature_backward(loss, method=self.method, retain_graph=retain_graph, **options)
+
+    def attach(self, loss: Tensor, **options: Any) -> Tensor:
+        return attach(loss, method=self.method, **options)
+
+
+@dataclass(frozen=True)
+class Hutchinson(Source):
+    """One random probe v ∘ Hv; options are those of ``hutchinson_backward``."""
+
+    spatial_average: bool = True
+
+    @property
+    def name(self) -> str:
+        return "hutchinson"
+
+    def __call__(self, loss: Tensor, params: Sequence[Tensor], *, retain_graph: bool, **options: Any) -> None:
+        options = {"spatial_average": self.spatial_average, **options}
+        hutchinson_backward(loss, params, retain_graph=retain_graph, **options)
+
+
+@dataclass(frozen=True)
+class SampledGaussNewton(Source):
+    """One random draw per example of the Gauss-Newton diagonal; options of ``sampled_gauss_newton_backward``."""
+
+    @property
+    def name(self) -> str:
+        return "ggn_mc"
+
+    def __call__(self, loss: Tensor, params: Sequence[Tensor], *, retain_graph: bool, **options: Any) -> None:
+        sampled_gauss_newton_backward(loss, params, retain_graph=retain_graph, **options)
 
 
 def hutchinson_backward(
@@ -42,9 +116,20 @@ def hutchinson_backward(
     probes = [_signs(p, generator) for p, _ in pairs]
     products = _hessian_product(pairs, probes, retain_graph=retain_graph)
     curvatures = [_averaged(v * hv, spatial_average) for v, hv in zip(probes, products, strict=True)]
-    _accumulate([p for p, _ in pairs], curvatures)
+    reached = [p for p, _ in pairs]
     # through torch's own accumulation, so that hooks on it (DDP's among them) see these gradients
-    torch.autograd.backward([p for p, _ in pairs], [g.detach() for _, g in pairs])
+    _write(reached, curvatures, "hutchinson", lambda: torch.autograd.backward(reached, [g.detach() for _, g in pairs]))
+
+
+def _write(params: Sequence[Tensor], curvatures: Sequence[Tensor], method: str, run: Callable[[], None]) -> None:
+    """Gives each parameter its curvature once ``run`` has written its gradient."""
+    leaves.clear_orphans()
+    continued = [leaves.continues(p) for p in params]
+    run()
+    taken: set[int] = set()
+    for p, curvature, to_old in zip(params, curvatures, continued, strict=True):
+        s = curvature.detach().to(torch.promote_types(curvature.dtype, torch.float32))
+        leaves.add(p, leaves.owned(s, p, taken), to_old=to_old, method=method)
 
 
 def _signs(p: Tensor, generator: torch.Generator | None) -> Tensor:
@@ -117,8 +202,7 @@ def sampled_gauss_newton_backward(
         raise RuntimeError(_NO_PARAMETER)
     with torch.no_grad():
         curvatures = [u.square() if use is None else use.squares(u).to(p.dtype) for p, use, u in rows]
-    _accumulate([p for p, _, _ in rows], curvatures)
-    loss.backward(retain_graph=retain_graph)
+    _write([p for p, _, _ in rows], curvatures, "ggn_mc", lambda: loss.backward(retain_graph=retain_graph))
 
 
 def _likelihoods(graph: Graph, wiring: Wiring) -> list[Node]:
@@ -191,9 +275,3 @@ def _root(weight: Tensor) -> Tensor:
     if bool((weight < 0).any()):
         raise ValueError("the loss is a likelihood with a negative weight: its Gauss-Newton matrix has no root")
     return weight.sqrt()
-
-
-def _accumulate(params: Sequence[Tensor], curvatures: Sequence[Tensor]) -> None:
-    for p, curvature in zip(params, curvatures, strict=True):
-        old: Tensor | None = None if p.grad is None else getattr(p, "curvature", None)
-        p.curvature = curvature.detach() if old is None else old.add_(curvature.detach())  # type: ignore[attr-defined]
