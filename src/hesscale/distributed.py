@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .graph import LOW_PRECISION, running_backward, when_backward_ends
-from .leaves import method_of
 from .rules import RULES
 from .rules.families import Coupled
 
@@ -79,7 +78,7 @@ def average_curvature(params: Iterable[Tensor], group: Any = None) -> None:
             parts = message.split([p.numel() for p in batch])
             for p, h, part in zip(batch, curvatures, parts, strict=True):
                 mean = torch.empty_like(p, dtype=_wide(p), requires_grad=False).copy_(part.view(p.shape))
-                _set(p, mean, None if h is None else method_of(h))
+                _set(p, mean, getattr(h, "method", None))
 
 
 def _trainable(optimizer: Optimizer) -> list[Tensor]:
@@ -250,7 +249,7 @@ def _reduce_scatter(mesh: Any, placements: Sequence[Any], parameters: Sequence[A
     shard /= mesh.size()
     lengths = [part.numel() for part in rows[0]]
     for parameter, part in zip(parameters, shard.split(lengths), strict=True):
-        method = method_of(parameter._unsharded_param.curvature)
+        method = getattr(parameter._unsharded_param.curvature, "method", None)
         parameter._unsharded_param.curvature = None
         _add_shard(parameter.sharded_param, part, method)
 

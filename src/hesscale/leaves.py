@@ -60,23 +60,18 @@ def continues(leaf: Tensor) -> bool:
     return True
 
 
-def method_of(curvature: Tensor) -> str | None:
-    """What the pass that wrote it is called; None if a user did, by hand."""
-    method: str | None = getattr(curvature, "method", None)
-    return method
-
-
 def add(leaf: Any, s: Tensor, *, to_old: bool, method: str | None = None) -> None:
     """Gives a leaf its curvature, once torch has written its gradient; ``to_old`` is what ``continues`` has said.
 
-    ``method`` is noted on it, so that who reads it can tell.
+    ``method`` is noted on it (``curvature.method``), so that who reads it can tell by which pass it was written.
     """
     with _LOCK, torch.no_grad():
         grad = leaf.grad
         to_old = to_old or (id(grad) in _MARKS and continues(leaf))  # another thread may have been faster
         old = getattr(leaf, "curvature", None) if to_old else None
         if old is not None:
-            method = method if method_of(old) == method else f"{method_of(old)} and {method}"
+            before = getattr(old, "method", None)
+            method = method if before == method else f"{before} and {method}"
             s = old.to(s).add_(s)  # the model may have moved
         leaf.curvature = s
         s.method = method  # type: ignore[attr-defined]

@@ -1,6 +1,6 @@
 """native.cpp, the optimizers' update written by hand: one call moves all parameters, on all of torch's threads.
 
-It sees memory, not tensors: ``is_plain`` refuses whatever it could misread. It is built once, by the system's compiler,
+It sees memory, not tensors: ``row`` refuses whatever it could misread. It is built once, by the system's compiler,
 and kept in the user's cache directory. Where that cannot be done there is no library, and the update goes without.
 """
 
@@ -16,7 +16,7 @@ import shutil
 import stat
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any, Final
@@ -48,53 +48,56 @@ class Row(ctypes.Structure):
     )
 
 
-def is_plain(p: Tensor, *others: Tensor | None) -> bool:
-    """Whether all are dense tensors of one dtype on the CPU, with their entries in the order of those of p."""
-    shape, stride, dtype = p.shape, p.stride(), p.dtype
-    if dtype not in _DTYPES or p.numel() == 0:
-        return False
+def row(
+    p: Tensor, g: Tensor, h: Tensor | None, m: Tensor, v: Tensor, *, scale: int, numbers: Iterable[float]
+) -> Row | None:
+    """The row of a parameter, with numbers from ``decay`` to ``eps``; None unless native.cpp can read its memory.
+
+    That is, unless all are dense tensors of one dtype on the CPU, with their entries in the order of those of p.
+    """
+    shape, dtype = p.shape, p.dtype
+    if dtype not in _DTYPES or not p.numel() or p.layout is not torch.strided:
+        return None
     if not (p.is_contiguous() or p.is_contiguous(memory_format=torch.channels_last)):
-        return False
-    for x in (p, *others):
+        return None
+    stride, addresses = p.stride(), []
+    for x in (p, g, h, m, v):
         if x is None:
+            addresses.append(0)
             continue
         if type(x) not in _PLAIN or not x.is_cpu or x.layout is not torch.strided or x.dtype is not dtype:
-            return False
-        if x.shape != shape or x.stride() != stride or x.data_ptr() == 0 or x.is_neg():  # 0: not written out
-            return False
-    return True
+            return None
+        address = x.data_ptr()
+        if x.shape != shape or x.stride() != stride or address == 0 or x.is_neg():  # 0: torch's zeros without memory
+            return None
+        addresses.append(address)
+    return Row(p.numel(), dtype is torch.float64, scale, *addresses, 0, *numbers)
 
 
 def overlap(rows: ctypes.Array[Row]) -> bool:
     """Whether something that is written shares memory with anything else."""
-    return bool(_loaded().hesscale_overlap(rows, len(rows)))
+    found: Any = library()
+    return bool(found.hesscale_overlap(rows, len(rows)))
 
 
 def look(rows: ctypes.Array[Row]) -> list[tuple[float, float]]:
     """The largest magnitudes in g and h of each row, inf and nan among them."""
-    _loaded().hesscale_look(rows, len(rows), torch.get_num_threads())
+    found: Any = library()
+    found.hesscale_look(rows, len(rows), torch.get_num_threads())
     return [(row.top_g, row.top_h) for row in rows]
 
 
 def update(rows: ctypes.Array[Row]) -> None:
     """Moves m and v, and p, or writes u where there is one."""
-    _loaded().hesscale_update(rows, len(rows), torch.get_num_threads())
-
-
-def is_available() -> bool:
-    """Whether the update can be had, for which it is compiled if need be; ``HESSCALE_PLAIN=1`` turns it off."""
-    return enabled() and library() is not None
-
-
-def _loaded() -> ctypes.CDLL:
-    found = library()
-    assert found is not None  # whoever has rows has asked ``is_available``
-    return found
+    found: Any = library()
+    found.hesscale_update(rows, len(rows), torch.get_num_threads())
 
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """native.cpp, compiled; None where that fails, for whatever reason."""
+    """native.cpp, compiled if need be; None where that fails, for whatever reason, or HESSCALE_PLAIN=1 forbids it."""
+    if not enabled():
+        return None
     try:
         found = _built()
         number, rows = ctypes.c_int64, ctypes.POINTER(Row)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from ..graph import LOW_PRECISION
-from ..leaves import method_of
 from .sources import Source
 from .updates import SCALES, Place, Slot, is_zero
 
@@ -84,19 +83,18 @@ def name_of(place: Place) -> str:
     return f"parameter {index} of its group, shape {tuple(group['params'][index].shape)}"
 
 
-def refuse_odd(p: Tensor, g: Tensor, place: Place) -> None:
-    """RuntimeError unless the parameter is real and its gradient dense."""
+def fresh_curvature(p: Tensor, g: Tensor, place: Place, *, is_due: bool, source: Source | None) -> Tensor | None:
+    """``p.curvature`` in the dtype of averages, None unless it is due.
+
+    A RuntimeError unless it is there and what the optimizer expects, and the gradient dense. Zeros where the gradient
+    is zero too, which is what a parameter the loss never met has.
+    """
     if p.dtype.is_complex:
         raise RuntimeError(f"{name_of(place)} is complex: hesscale's optimizers work on real parameters only")
     if g.layout != torch.strided:
         raise RuntimeError(f"{name_of(place)} has a sparse gradient: curvature is dense (nn.Embedding: sparse=False)")
-
-
-def fresh_curvature(p: Tensor, g: Tensor, place: Place, source: Source | None) -> Tensor:
-    """``p.curvature`` in the dtype of averages; a RuntimeError unless it is there and what the optimizer expects.
-
-    Zeros where the gradient is zero too, which is what a parameter the loss never met has.
-    """
+    if not is_due:
+        return None
     wide = torch.float32 if p.dtype in LOW_PRECISION else p.dtype
     curvature: Tensor | None = getattr(p, "curvature", None)
     if curvature is None:
@@ -107,7 +105,7 @@ def fresh_curvature(p: Tensor, g: Tensor, place: Place, source: Source | None) -
         raise RuntimeError(
             f"the curvature of {name_of(place)} has shape {tuple(curvature.shape)}, the parameter {tuple(p.shape)}"
         )
-    written = method_of(curvature)
+    written = getattr(curvature, "method", None)  # leaves.add notes it; what a user writes has none
     if source is not None and written not in (None, source.name):
         raise RuntimeError(_OTHER_METHOD.format(name=name_of(place), written=written, expected=source.name))
     return curvature if curvature.dtype == wide else curvature.to(wide)

@@ -17,7 +17,7 @@ from .. import distributed
 from ..graph import LOW_PRECISION
 from . import amp, checkpoints, checks
 from .arming import armed, suspended
-from .shards import is_sharded, local, total
+from .shards import PLAIN, local, total
 from .sources import Source
 from .updates import Factors, Form, Formula, Slot, factors, forms_of, metric
 
@@ -225,8 +225,7 @@ class CurvatureScaled(Optimizer):
             g, place, narrow = p.grad, (group, index), None
             if g is None:
                 continue
-            checks.refuse_odd(p, g, place)
-            h = checks.fresh_curvature(p, g, place, self.source) if is_due else None
+            h = checks.fresh_curvature(p, g, place, is_due=is_due, source=self.source)
             state = self.state[p]
             if not state:
                 _begin(state, p, capturable=capturable)
@@ -239,7 +238,7 @@ class CurvatureScaled(Optimizer):
             if numbers is None:
                 numbers = known[steps, refreshes] = factors(formula, steps, refreshes)
             m, v = state["exp_avg"], state["exp_curvature"]
-            if is_sharded(p):
+            if type(p) not in PLAIN:
                 p, g, h, m, v = local(p), local(g), local(h), local(m), local(v)
             if p.dtype in LOW_PRECISION:
                 p, g, narrow = p.float(), g.float(), p
@@ -346,6 +345,6 @@ def _form(group: Mapping[str, Any]) -> str:
         return "fused"
     if group["foreach"] is not None or group["differentiable"]:
         return "foreach" if group["foreach"] else "loop"
-    if any(p.is_cpu for p in group["params"]):
-        return "default" if group["fused"] is None else "loop"
-    return "foreach"
+    if group["params"] and not group["params"][0].is_cpu:
+        return "foreach"
+    return "default" if group["fused"] is None else "loop"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -38,11 +38,8 @@ class Source(ABC):
     """A way to curvature. ``options`` are the source's own, such as ``generator``."""
 
     attaches: ClassVar[bool] = False
-
-    @property
-    @abstractmethod
-    def name(self) -> str:
-        """What the passes of this source note on curvature (``leaves.method_of``)."""
+    name: str
+    """What the passes of this source note on curvature (``leaves.add``)."""
 
     @abstractmethod
     def __call__(self, loss: Tensor, params: Sequence[Tensor], *, retain_graph: bool, **options: Any) -> None:
@@ -57,18 +54,14 @@ class Source(ABC):
 class Propagated(Source):
     """One of the methods of ``hesscale.backward``, with its options."""
 
-    method: str = "hesscale"
+    name: str = "hesscale"
     attaches: ClassVar[bool] = True
 
-    @property
-    def name(self) -> str:
-        return self.method
-
     def __call__(self, loss: Tensor, params: Sequence[Tensor], *, retain_graph: bool, **options: Any) -> None:
-        curvature_backward(loss, method=self.method, retain_graph=retain_graph, **options)
+        curvature_backward(loss, method=self.name, retain_graph=retain_graph, **options)
 
     def attach(self, loss: Tensor, **options: Any) -> Tensor:
-        return attach(loss, method=self.method, **options)
+        return attach(loss, method=self.name, **options)
 
 
 @dataclass(frozen=True)
@@ -76,10 +69,7 @@ class Hutchinson(Source):
     """One random probe v ∘ Hv; options are those of ``hutchinson_backward``."""
 
     spatial_average: bool = True
-
-    @property
-    def name(self) -> str:
-        return "hutchinson"
+    name: str = field(default="hutchinson", init=False)
 
     def __call__(self, loss: Tensor, params: Sequence[Tensor], *, retain_graph: bool, **options: Any) -> None:
         options = {"spatial_average": self.spatial_average, **options}
@@ -90,9 +80,7 @@ class Hutchinson(Source):
 class SampledGaussNewton(Source):
     """One random draw per example of the Gauss-Newton diagonal; options of ``sampled_gauss_newton_backward``."""
 
-    @property
-    def name(self) -> str:
-        return "ggn_mc"
+    name: str = field(default="ggn_mc", init=False)
 
     def __call__(self, loss: Tensor, params: Sequence[Tensor], *, retain_graph: bool, **options: Any) -> None:
         sampled_gauss_newton_backward(loss, params, retain_graph=retain_graph, **options)

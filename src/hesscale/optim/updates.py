@@ -17,7 +17,8 @@ import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -104,8 +105,7 @@ def _infinite_at_zero(c: Tensor) -> Tensor:
 class Form(ABC):
     """A way to compute the step of some slots."""
 
-    def __init__(self, slots: Sequence[Slot]) -> None:
-        self.slots = slots
+    slots: Sequence[Slot]
 
     def tops(self) -> list[tuple[float, float]]:
         """The largest magnitudes in g and h of each slot, inf and nan among them; 0 for an h that is not there."""
@@ -140,8 +140,11 @@ def is_zero(x: Tensor) -> bool:
     return x.numel() == 0 or _magnitudes([x]) == [0.0]
 
 
+@dataclass
 class Loop(Form):
     """The reference: one slot after the other. It can be differentiated."""
+
+    slots: Sequence[Slot]
 
     def move(self) -> None:
         for slot in self.slots:
@@ -174,8 +177,11 @@ def _average_and_denominator(slot: Slot) -> Tensor:
     return c.square_().add_(formula.eps).sqrt_() if formula.eps_inside_root else c.add_(formula.eps)
 
 
+@dataclass
 class Foreach(Form):
     """One call per operation for all slots of a kind."""
+
+    slots: Sequence[Slot]
 
     def move(self) -> None:
         for alike in self._grouped():
@@ -236,25 +242,25 @@ _NATIVE_SCALES = {("rms", False): 0, ("rms", True): 1, ("mean_abs", False): 2, (
 class Native(Form):
     """One call of fast/native.cpp for all slots, which must fit it."""
 
-    def __init__(self, slots: Sequence[Slot]) -> None:
-        super().__init__(slots)
-        self._rows = (native.Row * len(slots))(*map(_row, slots))
+    def __init__(self, slots: Sequence[Slot], rows: Sequence[native.Row]) -> None:
+        self.slots = slots
+        self._rows = (native.Row * len(rows))(*rows)
 
     @classmethod
     def of(cls, slots: Sequence[Slot]) -> tuple[Self | None, list[Slot]]:
         """As many of them as fit, and those that are left over."""
-        fits = [
-            not isinstance(slot.factors.decay, Tensor)
-            and not isinstance(slot.factors.correction, Tensor)
-            and native.is_plain(slot.p, slot.g, slot.h, slot.m, slot.v)
-            for slot in slots
-        ]
-        if not any(fits) or not native.is_available():
+        if native.library() is None:
             return None, [*slots]
-        found = cls([slot for slot, fit in zip(slots, fits, strict=True) if fit])
-        if native.overlap(found._rows):
-            return None, [*slots]
-        return found, [slot for slot, fit in zip(slots, fits, strict=True) if not fit]
+        fitting, rows, rest = [], [], []
+        for slot in slots:
+            row = _row(slot)
+            if row is None:
+                rest.append(slot)
+            else:
+                fitting.append(slot)
+                rows.append(row)
+        found = cls(fitting, rows) if rows else None
+        return (None, [*slots]) if found is None or native.overlap(found._rows) else (found, rest)
 
     def tops(self) -> list[tuple[float, float]]:
         return native.look(self._rows)
@@ -270,45 +276,42 @@ class Native(Form):
         return found
 
     def _run(self, moved: Sequence[Tensor]) -> None:
-        averages = [slot.m for slot in self.slots] + [slot.v for slot in self.slots if slot.h is not None]
-        torch.autograd.graph.increment_version([*moved, *averages])  # autograd does not see what native.cpp does
+        changed = [*moved]
+        for slot in self.slots:
+            changed += (slot.m,) if slot.h is None else (slot.m, slot.v)
+        torch.autograd.graph.increment_version(changed)  # autograd does not see what native.cpp does
         native.update(self._rows)
 
 
-def _row(slot: Slot) -> native.Row:
+def _row(slot: Slot) -> native.Row | None:
     """The correction of c is moved to the step size and to eps, which leaves one division per entry.
 
     m·a / (c/k + eps)  =  m·ak / (c + eps·k)        m·a / √(c²/k² + eps)  =  m·ak / √(c² + eps·k²)
     """
-    formula, k = slot.formula, slot.factors.correction
-    return native.Row(
-        slot.p.numel(),
-        slot.p.dtype is torch.float64,
-        _NATIVE_SCALES[formula.scale, formula.eps_inside_root],
-        slot.p.data_ptr(),
-        slot.g.data_ptr(),
-        None if slot.h is None else slot.h.data_ptr(),
-        slot.m.data_ptr(),
-        slot.v.data_ptr(),
-        None,
-        slot.factors.decay,
-        -1.0 if formula.maximize else 1.0,
-        1 - formula.beta1,
-        formula.beta2,
-        1 - formula.beta2,
-        slot.factors.step_size * k,
-        formula.eps * (k * k if formula.eps_inside_root else k),
+    formula, (decay, step_size, k) = slot.formula, slot.factors
+    if isinstance(decay, Tensor) or isinstance(step_size, Tensor) or isinstance(k, Tensor):
+        return None
+    eps = formula.eps * (k * k if formula.eps_inside_root else k)
+    averaging = (-1.0 if formula.maximize else 1.0, 1 - formula.beta1, formula.beta2, 1 - formula.beta2)
+    return native.row(
+        slot.p,
+        slot.g,
+        slot.h,
+        slot.m,
+        slot.v,
+        scale=_NATIVE_SCALES[formula.scale, formula.eps_inside_root],
+        numbers=(decay, *averaging, step_size * k, eps),
     )
 
 
-def _native_or(other: type[Form], slots: Sequence[Slot]) -> list[Form]:
+def _native_or(other: type[Loop | Foreach], slots: Sequence[Slot]) -> list[Form]:
     found, rest = Native.of(slots)
     forms: list[Form] = [] if found is None else [found]
     return [*forms, other(rest)] if rest else forms
 
 
 def _fused(slots: Sequence[Slot]) -> list[Form]:
-    if not all(slot.p.is_cpu for slot in slots) or not native.is_available():
+    if not all(slot.p.is_cpu for slot in slots) or native.library() is None:
         _warn_once()
     return _native_or(Foreach, slots)
 
@@ -325,7 +328,7 @@ def _warn_once() -> None:
 FORMS: dict[str, Callable[[Sequence[Slot]], list[Form]]] = {
     "loop": lambda slots: [Loop(slots)],
     "foreach": lambda slots: [Foreach(slots)],
-    "default": lambda slots: _native_or(Loop, slots),  # of a CPU
+    "default": partial(_native_or, Loop),  # of a CPU
     "fused": _fused,
 }
 
