@@ -127,7 +127,7 @@ def watch_shards(params: Iterable[Tensor]) -> bool:
     wanted = {*map(id, params)}
     modules = []
     for module in _sharded_modules():
-        own = {id(parameter.sharded_param) for parameter in _parameters_of(module)}
+        own = {*map(id, module.parameters())}
         if own & wanted:
             modules.append(module)
             wanted -= own

@@ -2,7 +2,9 @@
 
 import gc
 import math
+import runpy
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -184,6 +186,13 @@ def test_a_step_without_curvature_costs_little_more_than_others(options: dict[st
             optimizer.step()
         counts.append(counting.sweeps)
     assert max(counts[2:]) <= counts[1] + 3  # one look at V, and the two ends that it finds
+
+
+def test_a_step_is_few_calls() -> None:
+    """Of a two-layer MLP, in the steady state."""
+    found = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "calls.py"))["counts"]()["optimizer.step"]
+    assert found.total() <= 50
+    assert len({file for file, _ in found}) <= 4
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])

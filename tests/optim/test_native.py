@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import hesscale
-from hesscale.fast import native
+from hesscale.fast import enabled, native
 from hesscale.optim import updates
 
 from ..test_price import Counting
@@ -36,6 +36,18 @@ def feed(params: list[Any], step: int = 0) -> None:
 
 def walk(params: list[Any], options: Options, steps: int = 4) -> list[Tensor]:
     return moved_by(params, feed, options, steps)
+
+
+@pytest.fixture(autouse=True)
+def turned_on(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Also where the whole suite runs without."""
+    if enabled():
+        yield
+        return
+    monkeypatch.delenv("HESSCALE_PLAIN")
+    native.library.cache_clear()
+    yield
+    native.library.cache_clear()
 
 
 @pytest.fixture
@@ -204,6 +216,20 @@ def test_memory_that_is_shared_is_left_to_the_loop(calls: list[int]) -> None:
         assert_close(*found, 1e-13)
         assert len(calls) == expected, kind
         calls.clear()
+
+
+def test_averages_made_in_inference_mode_are_left_to_the_loop(calls: list[int]) -> None:
+    found = []
+    for foreach in (None, False):
+        params = made([(5,), (6,)])
+        optimizer = hesscale.AdaHesScale(params, foreach=foreach)
+        for step in range(2):
+            feed(params, step)
+            with torch.inference_mode():
+                optimizer.step()
+        found.append([p.detach() for p in params])
+    assert_same(*found)
+    assert not calls
 
 
 def test_dtypes_share_a_call(calls: list[int]) -> None:

@@ -68,8 +68,8 @@ def row(
         if type(x) not in _PLAIN or not x.is_cpu or x.layout is not torch.strided or x.dtype is not dtype:
             return None
         address = x.data_ptr()
-        if x.shape != shape or x.stride() != stride or address == 0 or x.is_neg():  # 0: torch's zeros without memory
-            return None
+        if x.shape != shape or x.stride() != stride or address == 0 or x.is_neg() or x.is_inference():
+            return None  # an address of 0 is that of torch's zeros without memory
         addresses.append(address)
     return Row(p.numel(), dtype is torch.float64, scale, *addresses, 0, *numbers)
 
@@ -118,8 +118,11 @@ def _built() -> ctypes.CDLL:
             for folder in _folders():
                 try:
                     return _kept(folder, source, [compiler, *flags])
-                except (OSError, subprocess.SubprocessError) as reason:
+                except OSError as reason:  # the next folder may do
                     error = reason
+                except subprocess.SubprocessError as reason:
+                    error = reason
+                    break
     raise error
 
 
@@ -141,9 +144,11 @@ def _kept(folder: Path, source: bytes, command: Sequence[str]) -> ctypes.CDLL:
 
 
 def _compilers() -> Iterator[str]:
+    seen: set[str] = set()  # two names of one compiler are tried once
     for name in (os.environ.get("CXX"), *_COMPILERS):
         found = shutil.which(name) if name else None
-        if found:
+        if found and os.path.realpath(found) not in seen:
+            seen.add(os.path.realpath(found))
             yield found
 
 

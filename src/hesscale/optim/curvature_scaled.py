@@ -93,6 +93,7 @@ class CurvatureScaled(Optimizer):
         group = self.param_groups[-1]
         group["steps"] = self.param_groups[0]["steps"]
         checks.refuse_bad_options(group, first=self.param_groups[0])
+        self._is_sharded = distributed.watch_shards(p for group in self.param_groups for p in group["params"])
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "source": self.source}
@@ -105,13 +106,13 @@ class CurvatureScaled(Optimizer):
                 group.setdefault(name, value)
         if "_curvature_hooks" not in self.__dict__:
             self._start_afresh()
+            self._is_sharded = distributed.watch_shards(p for group in self.param_groups for p in group["params"])
 
     def _start_afresh(self) -> None:
         # what lives between a backward pass and its step, and hooks: nothing that belongs into a checkpoint
         self._curvature_hooks: list[CurvatureHook] = []
         self._scaler: GradScaler | None = None
         self._is_unscaled = False
-        self._is_sharded = distributed.watch_shards(p for group in self.param_groups for p in group["params"])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in torch. Averages in single precision stay so; of Adam's and AdamW's state, V begins afresh."""
