@@ -125,15 +125,10 @@ def watch_shards(params: Iterable[Tensor]) -> bool:
     if not params or not all(hasattr(p, "to_local") for p in params):
         return False
     wanted = {*map(id, params)}
-    modules = []
-    for module in _sharded_modules():
-        own = {*map(id, module.parameters())}
-        if own & wanted:
-            modules.append(module)
-            wanted -= own
-    if wanted:
+    found = {module: {*map(id, module.parameters())} & wanted for module in _sharded_modules()}
+    if set().union(*found.values()) != wanted:
         return False
-    _watch(modules)
+    _watch(module for module, own in found.items() if own)
     return True
 
 

@@ -54,7 +54,7 @@ def test_hooks_of_the_user_see_and_change_what_is_loaded() -> None:
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
-@pytest.mark.parametrize("options", [{}, {"amsgrad": True}, {"fused": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"amsgrad": True}, {"foreach": True}], ids=str)
 def test_the_state_of_adam_is_taken_over(kind: Any, options: dict[str, Any]) -> None:
     model = network()
     adam = kind(model.parameters(), lr=0.003, **options)

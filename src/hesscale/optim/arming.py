@@ -9,14 +9,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, NamedTuple, Protocol, final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, final
 
 import torch
 from torch import Tensor
 
 from ..graph import LEAF, edge_of, running_backward, trace
 from .shards import is_sharded
-from .sources import Source
+
+if TYPE_CHECKING:
+    from .curvature_scaled import CurvatureScaled
 
 _TOO_MUCH = (
     "curvature by {name} takes a pass of its own, from one scalar loss to all parameters: within armed() call "
@@ -24,20 +26,10 @@ _TOO_MUCH = (
 )
 
 
-class Armable(Protocol):
-    """What is asked of an optimizer."""
-
-    source: Source | None
-    param_groups: list[dict[str, Any]]
-
-    @property
-    def curvature_due(self) -> bool: ...
-
-
 class Armed(NamedTuple):
     """An optimizer, and what its source is to be told."""
 
-    optimizer: Armable
+    optimizer: CurvatureScaled
     options: Mapping[str, Any]
 
 
@@ -53,7 +45,7 @@ _count = 0  # of blocks that are armed, in all threads
 
 
 @contextmanager
-def armed(optimizer: Armable, options: Mapping[str, Any]) -> Iterator[None]:
+def armed(optimizer: CurvatureScaled, options: Mapping[str, Any]) -> Iterator[None]:
     """Arms this thread."""
     before = _LOCAL.stack
     _change_count(1)

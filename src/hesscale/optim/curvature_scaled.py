@@ -328,17 +328,8 @@ def _formula(group: Mapping[str, Any]) -> Formula:
     lr = group["lr"]
     on_device = group["capturable"] or group["differentiable"]
     beta1, beta2 = group["betas"]
-    return Formula(
-        lr=lr if on_device else float(lr),
-        beta1=beta1,
-        beta2=beta2,
-        eps=group["eps"],
-        weight_decay=group["weight_decay"],
-        scale=group["scale"],
-        eps_inside_root=group["eps_inside_root"],
-        maximize=group["maximize"],
-        form=_form(group),
-    )
+    same = {name: group[name] for name in ("eps", "weight_decay", "scale", "eps_inside_root", "maximize")}
+    return Formula(lr=lr if on_device else float(lr), beta1=beta1, beta2=beta2, form=_form(group), **same)
 
 
 def _form(group: Mapping[str, Any]) -> str:

@@ -129,7 +129,7 @@ def _magnitudes(tensors: Sequence[Tensor]) -> list[float]:
     """max |x| of each, nan if there is one in x; in one sweep over each, and one transfer for all."""
     with torch.no_grad():
         ends = [end for x in tensors for end in torch.aminmax(x)]
-        if any(not end.is_cpu for end in ends):
+        if {end.device.type for end in ends} - {"cpu"}:
             ends = [*torch.stack([end.to(ends[0].device, torch.float64) for end in ends]).cpu()]
     numbers = [end.item() for end in ends]
     return [low if math.isnan(low) else max(-low, high) for low, high in zip(numbers[::2], numbers[1::2], strict=True)]
