@@ -1,4 +1,4 @@
-"""Accelerate: ``accelerator.backward`` runs the pass, so it gets an armed loss; with gradient accumulation."""
+"""Accelerate: ``accelerator.backward`` runs the pass, so it gets an attached loss; with gradient accumulation."""
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +26,7 @@ for _ in range(15):
     for inputs, targets in loader:
         with accelerator.accumulate(model):
             loss = F.cross_entropy(model(inputs), targets)
-            accelerator.backward(hesscale.attach(loss))
+            accelerator.backward(optimizer.optimizer.attach(loss))
             optimizer.step()
             optimizer.zero_grad()
 

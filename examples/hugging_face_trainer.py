@@ -1,7 +1,6 @@
-"""The Hugging Face Trainer: one overridden method arms the loss, and the optimizer is handed over ready-made."""
+"""The Hugging Face Trainer: the optimizer is handed over ready-made, and armed while the trainer runs."""
 
 import tempfile
-from typing import Any
 
 import torch
 from torch.utils.data import Dataset
@@ -23,18 +22,6 @@ class Parity(Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": self.tokens[index], "labels": (self.tokens[index, 0] == 2).long()}
 
 
-class CurvatureTrainer(Trainer):
-    """A Trainer whose backward passes fill ``p.curvature``."""
-
-    def compute_loss(self, *arguments: Any, **options: Any) -> Any:
-        """The same loss, armed while training."""
-        found = super().compute_loss(*arguments, **options)
-        if not torch.is_grad_enabled():
-            return found
-        loss, *rest = found if isinstance(found, tuple) else (found,)
-        return (hesscale.attach(loss), *rest) if rest else hesscale.attach(loss)
-
-
 torch.manual_seed(0)
 data = Parity(256)
 config = BertConfig(
@@ -54,8 +41,9 @@ with tempfile.TemporaryDirectory() as folder:
         disable_tqdm=True,
         logging_strategy="no",
     )
-    trainer = CurvatureTrainer(model, arguments, train_dataset=data, optimizers=(optimizer, None))
-    trainer.train()
+    trainer = Trainer(model, arguments, train_dataset=data, optimizers=(optimizer, None))
+    with optimizer.armed():  # every backward pass in here fills p.curvature
+        trainer.train()
 
 model.eval()
 with torch.no_grad():

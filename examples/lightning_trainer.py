@@ -1,4 +1,4 @@
-"""Lightning: it calls backward itself, so ``training_step`` hands it an armed loss."""
+"""Lightning: it calls backward itself, so ``training_step`` hands it a loss that the optimizer is attached to."""
 
 import lightning
 import torch
@@ -17,13 +17,14 @@ class Classifier(lightning.LightningModule):
         self.network = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 4))
 
     def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
-        """The loss of one batch; armed, so that the backward pass to come fills ``p.curvature``."""
+        """The loss of one batch, so attached that the backward pass to come fills ``p.curvature``."""
         x, y = batch
-        return hesscale.attach(F.cross_entropy(self.network(x), y))
+        return self.optimizer.attach(F.cross_entropy(self.network(x), y))
 
     def configure_optimizers(self) -> hesscale.AdaHesScale:
         """With several processes, also call ``hesscale.distributed.synchronize(optimizer, self)`` here."""
-        return hesscale.AdaHesScale(self.parameters(), lr=1e-3)
+        self.optimizer = hesscale.AdaHesScale(self.parameters(), lr=1e-3)
+        return self.optimizer
 
 
 lightning.seed_everything(0, verbose=False)

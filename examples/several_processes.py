@@ -32,7 +32,8 @@ else:
     model = nn.parallel.DistributedDataParallel(model)
 
 optimizer = hesscale.AdaHesScale(model.parameters(), lr=1e-3)
-hesscale.distributed.synchronize(optimizer, model)  # the one line that is not there in a single process
+if isinstance(model, nn.parallel.DistributedDataParallel):  # sharded parameters need no line
+    hesscale.distributed.synchronize(optimizer, model)
 
 for _ in range(15):
     for batch in torch.randperm(len(x)).split(64):

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.multiprocessing import ProcessExitedException, spawn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -42,6 +42,7 @@ def train(
     steps: range,
     micro_batches: int = 1,
     attach: bool = False,
+    delay: bool = False,
 ) -> None:
     count = dist.get_world_size() if dist.is_initialized() else 1
     for step in steps:
@@ -49,10 +50,12 @@ def train(
         x = torch.randn(8, 1, 6, 6, generator=generator, dtype=torch.float64)[rank::count]
         y = torch.randint(3, (8,), generator=generator)[rank::count]
         optimizer.zero_grad()
-        for a, b in zip(x.chunk(micro_batches), y.chunk(micro_batches), strict=True):
+        for index, (a, b) in enumerate(zip(x.chunk(micro_batches), y.chunk(micro_batches), strict=True)):
+            if delay and isinstance(model, FSDPModule):
+                model.set_requires_gradient_sync(index == micro_batches - 1)
             loss = F.cross_entropy(model(a), b) / micro_batches
             if attach:
-                hesscale.attach(loss).backward()
+                optimizer.attach(loss).backward()
             else:
                 optimizer.backward(loss)
         optimizer.step()
@@ -93,14 +96,23 @@ CASES: dict[str, tuple[Wrap, Any, dict[str, Any], dict[str, Any]]] = {
         {"micro_batches": 2},
     ),
     "fsdp, Gauss-Newton, attached": (sharded, hesscale.AdaHesScaleGN, {}, {"micro_batches": 2, "attach": True}),
+    "fsdp, gradients reduced with the last micro-batch": (
+        sharded,
+        hesscale.AdaHesScale,
+        {"weight_decay": 0.1},
+        {"micro_batches": 4, "delay": True},
+    ),
 }
+WITHOUT_A_LINE = "fsdp, Gauss-Newton, attached"
+"""Most cases call ``synchronize``, which sharded parameters can do without."""
 
 
 def build(name: str) -> tuple[nn.Module, CurvatureScaled]:
     wrap, preset, options, _ = CASES[name]
     model = wrap(network())
     optimizer: CurvatureScaled = preset(model.parameters(), lr=0.01, **options)
-    hesscale.distributed.synchronize(optimizer, model)
+    if name != WITHOUT_A_LINE:
+        hesscale.distributed.synchronize(optimizer, model)
     return model, optimizer
 
 
@@ -135,6 +147,8 @@ def run_all(rank: int, folder: Path) -> None:
         results[name] = whole(model)
     results["messages"] = messages_by_step(rank)
     results["drift"] = drift_of_sampled(rank)
+    results["alone"] = errors_without_the_line(rank)
+    results["zero_grad"] = curvature_after_zero_grad(rank)
     if rank == 0:
         torch.save(results, folder / "results")
     for name in ("ddp", "fsdp"):
@@ -186,6 +200,34 @@ def drift_of_sampled(rank: int) -> float:
     return worst
 
 
+def errors_without_the_line(rank: int) -> list[str]:
+    """What the first step says where nothing averages curvature, and whether it has changed a parameter."""
+    found = []
+    for wrap in (replicated, replicated_with_unused):
+        model = wrap(network())
+        optimizer = hesscale.AdaHesScale(model.parameters(), lr=0.01)
+        before = whole(model)
+        try:
+            train(model, optimizer, rank=rank, steps=range(1))
+        except RuntimeError as error:
+            found.append(str(error))
+        assert all(map(torch.equal, whole(model), before))
+    return found
+
+
+def curvature_after_zero_grad(rank: int) -> list[Tensor]:
+    """Of the second of two passes with model.zero_grad() between them, which the optimizer does not see."""
+    model = sharded(network())
+    hesscale.AdaHesScale(model.parameters())
+    for step in range(2):
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(8, 1, 6, 6, generator=generator, dtype=torch.float64)[rank::PROCESSES]
+        y = torch.randint(3, (8,), generator=generator)[rank::PROCESSES]
+        model.zero_grad()
+        hesscale.backward(F.cross_entropy(model(x), y))
+    return [p.curvature.full_tensor() for p in model.parameters()]
+
+
 def resume(rank: int, folder: Path) -> None:
     joined(rank, folder, "second")
     results = {}
@@ -225,6 +267,25 @@ def test_nothing_is_sent_when_curvature_is_not_due(results: dict[str, Any]) -> N
 
 def test_copies_stay_together_with_sampled_curvature(results: dict[str, Any]) -> None:
     assert results["drift"] == 0.0
+
+
+def test_without_the_line_the_first_step_gives_it(results: dict[str, Any]) -> None:
+    assert len(results["alone"]) == 2
+    for message in results["alone"]:
+        assert message.startswith("2 processes are training")
+        assert "call hesscale.distributed.synchronize(optimizer, model) once before training" in message
+
+
+def test_curvature_of_shards_belongs_to_their_gradients(results: dict[str, Any]) -> None:
+    model = network()
+    generator = torch.Generator().manual_seed(1)
+    x, y = (
+        torch.randn(8, 1, 6, 6, generator=generator, dtype=torch.float64),
+        torch.randint(3, (8,), generator=generator),
+    )
+    hesscale.backward(F.cross_entropy(model(x), y))
+    expected = [p.curvature for p in model.parameters()]
+    torch.testing.assert_close(results["zero_grad"], expected, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def test_a_killed_training_continues_where_it_was(results: dict[str, Any], folder: Path) -> None:

@@ -25,8 +25,8 @@ LAYERS = (
     "testing",
     "columns",
     "estimators",
-    "optim",
     "distributed",
+    "optim",
     "applications",
 )
 """Low to high; above them all is hesscale_lab."""

@@ -21,6 +21,7 @@ from .plan import make_plan, method_named
 from .rules.fallback import fallback_named
 from .walk import Walk
 
+_torch_backward = torch.autograd.backward  # torch's own, also while an optimizer is armed
 Tensors = Tensor | Sequence[Tensor]
 Missing = Literal["raise", "exact", "sample"]
 
@@ -52,7 +53,7 @@ def backward(
     chosen = None if inputs is None else _checked_inputs(inputs)
     walk = _arm(loss, curvature, method, output, chosen, missing=missing, generator=generator, writes=True)
     try:
-        loss.backward(gradient, retain_graph=retain_graph, inputs=chosen)
+        _torch_backward(loss, gradient, retain_graph=retain_graph, inputs=chosen)
     except BaseException:
         walk.abort()
         raise

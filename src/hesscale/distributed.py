@@ -3,19 +3,23 @@
 Replicated parameters (DDP) are averaged once per step, whatever the number of micro-batches. Parameters sharded by
 ``fully_shard`` leave each backward pass with curvature on the whole parameter, which is averaged and cut into shards
 at the end of that pass.
+
+Of FSDP2 it uses names that torch does not document: ``_get_fsdp_state``, its parameter groups and what they know of a
+parameter (``sharded_param``, ``_unsharded_param``, ``unsharded_accumulated_grad``); and ``_module_state_mapping``, to
+find sharded modules without being told, without which ``synchronize`` has to be called.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Final, Protocol
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .graph import when_backward_ends
-from .optim import CurvatureScaled
+from .graph import LOW_PRECISION, running_backward, when_backward_ends
 from .rules import RULES
 from .rules.families import Coupled
 
@@ -25,25 +29,32 @@ MESSAGE = 2**26
 _PASS_THROUGH = Coupled(lambda node, s, g: tuple(s), outputs=2, linear=True)
 """Nodes that hand on what they get. They must not be called to find that out: they start communication."""
 
+RULES.register(_PASS_THROUGH, "RegisterPostBackwardFunctionBackward", "_DDPSinkBackward")
 
-def synchronize(optimizer: CurvatureScaled, model: nn.Module, *, group: Any = None) -> None:
+
+class Optimizer(Protocol):
+    """What is asked of an optimizer."""
+
+    param_groups: list[dict[str, Any]]
+
+    def register_curvature_hook(self, hook: Callable[[Any], None]) -> None: ...
+
+
+def synchronize(optimizer: Optimizer, model: nn.Module, *, group: Any = None) -> None:
     """Makes every step of ``optimizer`` use curvature averaged over the processes that train ``model``.
 
-    Call it once, after ``DistributedDataParallel(model)`` or ``fully_shard(model)`` and before training. ``group``: the
-    processes that hold copies of the model; by default those of DDP, or all. Afterwards ``optimizer.backward(loss)``
-    and ``hesscale.attach(loss).backward()`` work as in one process.
+    Call it once, after ``DistributedDataParallel(model)`` and before training; for ``fully_shard(model)`` it is not
+    needed. ``group``: the processes that hold copies of the model; by default those of DDP, or all. Afterwards
+    ``optimizer.backward(loss)`` and ``optimizer.attach(loss).backward()`` work as in one process.
     """
-    for name in ("RegisterPostBackwardFunctionBackward", "_DDPSinkBackward"):
-        if name not in RULES:
-            RULES.register(_PASS_THROUGH, name)
-    sharded = _sharded_parameters(model)
+    sharded = [module for module in model.modules() if _parameters_of(module)]
     if sharded:
-        _reduce_after_backward(model, sharded)
+        _watch(sharded)
         optimizer.register_curvature_hook(lambda _: None)
         return
     if group is None and isinstance(model, nn.parallel.DistributedDataParallel):
         group = model.process_group
-    optimizer.register_curvature_hook(lambda it: average_curvature(_parameters(it), group))
+    optimizer.register_curvature_hook(lambda it: average_curvature(_trainable(it), group))
 
 
 def average_curvature(params: Iterable[Tensor], group: Any = None) -> None:
@@ -64,11 +75,13 @@ def average_curvature(params: Iterable[Tensor], group: Any = None) -> None:
             message = torch.cat([_flat(h, p) for h, p in zip(curvatures, batch, strict=True)])
             dist.all_reduce(message, group=group)
             message /= count
-            for p, part in zip(batch, message.split([p.numel() for p in batch]), strict=True):
-                p.curvature = torch.empty_like(p).copy_(part.view(p.shape))  # type: ignore[attr-defined]
+            parts = message.split([p.numel() for p in batch])
+            for p, h, part in zip(batch, curvatures, parts, strict=True):
+                mean = torch.empty_like(p, dtype=_wide(p), requires_grad=False).copy_(part.view(p.shape))
+                _set(p, mean, getattr(h, "method", None))
 
 
-def _parameters(optimizer: CurvatureScaled) -> list[Tensor]:
+def _trainable(optimizer: Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
 
 
@@ -77,10 +90,20 @@ def _curvature(p: Tensor) -> Tensor | None:
     return curvature
 
 
+def _wide(p: Tensor) -> torch.dtype:
+    """The dtype of curvature."""
+    return torch.float32 if p.dtype in LOW_PRECISION else p.dtype
+
+
 def _flat(curvature: Tensor | None, p: Tensor) -> Tensor:
     if curvature is None:
-        return torch.zeros(p.numel(), dtype=p.dtype, device=p.device)
-    return curvature.to(p.dtype).reshape(-1)
+        return torch.zeros(p.numel(), dtype=_wide(p), device=p.device)
+    return curvature.to(_wide(p)).reshape(-1)
+
+
+def _set(p: Any, curvature: Tensor, method: str | None) -> None:
+    p.curvature = curvature
+    p.curvature.method = method  # as leaves.add notes it
 
 
 def _batches(params: Sequence[Tensor]) -> list[list[Tensor]]:
@@ -96,46 +119,93 @@ def _batches(params: Sequence[Tensor]) -> list[list[Tensor]]:
     return batches
 
 
-def _sharded_parameters(model: nn.Module) -> list[Any]:
-    """What FSDP2 knows of each parameter it has sharded: ``sharded_param`` is the optimizer's."""
-    if not dist.is_available():
+def watch_shards(params: Iterable[Tensor]) -> bool:
+    """Whether all parameters are shards of FSDP2, whose curvature then needs no further line."""
+    params = [*params]
+    if not params or not all(hasattr(p, "to_local") for p in params):
+        return False
+    wanted = {*map(id, params)}
+    found = {module: {*map(id, module.parameters())} & wanted for module in _sharded_modules()}
+    if set().union(*found.values()) != wanted:
+        return False
+    _watch(module for module, own in found.items() if own)
+    return True
+
+
+def _sharded_modules() -> list[nn.Module]:
+    """All modules that ``fully_shard`` was called on, in the order of these calls."""
+    try:
+        from torch.distributed._composable_state import _module_state_mapping
+    except ImportError:
         return []
-    from torch.distributed.fsdp import FSDPModule  # not there in builds without distributed
-
-    found: list[Any] = []
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            state: Any = module._get_fsdp_state()
-            groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-            found += [parameter for each in groups if each is not None for parameter in each.fsdp_params]
-    return found
+    return [module for module in _module_state_mapping if _parameters_of(module)]
 
 
-def _reduce_after_backward(model: nn.Module, sharded: Sequence[Any]) -> None:
-    waiting: list[Callable[[], None]] = []
+def _parameters_of(module: nn.Module) -> list[Any]:
+    """What FSDP2 knows of each parameter it has sharded as this module's: ``sharded_param`` is the optimizer's."""
+    if not hasattr(module, "_get_fsdp_state"):
+        return []
+    known: Any = module
+    state = known._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return [parameter for each in groups if each is not None for parameter in each.fsdp_params]
 
-    def finish() -> None:
-        if len(waiting) > 1:  # the pass that writes curvature may have queued itself after us: once more, then
-            waiting.pop()
-            when_backward_ends(finish)
+
+_WATCHED: Final[WeakSet[nn.Module]] = WeakSet()
+
+
+def _watch(modules: Iterable[nn.Module]) -> None:
+    """Cuts curvature into shards at the end of each backward pass that meets these modules."""
+    for module in modules:
+        if module not in _WATCHED:
+            _WATCHED.add(module)
+            module.register_forward_hook(_await_backward)
+
+
+def _await_backward(module: nn.Module, inputs: Any, output: Any) -> None:
+    """A forward hook: the gradient that comes back to ``output`` is the sign that a backward pass meets the module."""
+    for tensor in _tensors(output):
+        if tensor.requires_grad:
+            tensor.register_hook(lambda gradient: _PASS.meet(module))
+
+
+class _Pass:
+    """The sharded modules that the running backward pass has met."""
+
+    def __init__(self) -> None:
+        self.task = -1
+        self.modules: dict[nn.Module, None] = {}
+
+    def meet(self, module: nn.Module) -> None:
+        """Before the module's gradients come in: what is the curvature of earlier gradients is dropped."""
+        if self.task != running_backward():  # the one before may have failed
+            self.task, self.modules = running_backward(), {}
+        if module in self.modules:
             return
-        waiting.clear()
-        _reduce_shards(sharded)
+        for parameter in _parameters_of(module):
+            if not _has_gradient(parameter):
+                parameter.sharded_param.curvature = None
+        if not self.modules:
+            # the pass that writes curvature may queue itself after us, hence once more
+            when_backward_ends(lambda: when_backward_ends(self.finish))
+        self.modules[module] = None
 
-    def start(gradient: Tensor) -> None:
-        if not waiting:
-            for parameter in sharded:
-                if parameter.sharded_param.grad is None:
-                    parameter.sharded_param.curvature = None
-            waiting.extend([finish, finish])
-            when_backward_ends(finish)
+    def finish(self) -> None:
+        modules, self.modules = self.modules, {}
+        _reduce_shards([parameter for module in modules for parameter in _parameters_of(module)])
 
-    def watch(module: nn.Module, inputs: Any, output: Any) -> None:
-        for tensor in _tensors(output):
-            if tensor.requires_grad:
-                tensor.register_hook(start)
 
-    model.register_forward_hook(watch)
+_PASS: Final = _Pass()
+
+
+def _has_gradient(parameter: Any) -> bool:
+    """Whether a gradient is there to add to: sharded, or still whole (``set_requires_gradient_sync(False)``)."""
+    whole = getattr(parameter, "_unsharded_param", None)
+    return (
+        parameter.sharded_param.grad is not None
+        or getattr(parameter, "unsharded_accumulated_grad", None) is not None
+        or (whole is not None and whole.grad is not None)
+    )
 
 
 def _tensors(output: Any) -> list[Tensor]:
@@ -160,8 +230,7 @@ def _reduce_scatter(mesh: Any, placements: Sequence[Any], parameters: Sequence[A
     dim, size = placements[over].dim, mesh.size(over)
     rows: list[list[Tensor]] = [[] for _ in range(size)]
     for parameter in parameters:
-        whole = parameter._unsharded_param.curvature.to(parameter.sharded_param.dtype)
-        parameter._unsharded_param.curvature = None
+        whole = parameter._unsharded_param.curvature.to(_wide(parameter.sharded_param))
         chunks = list(whole.chunk(size, dim))
         for row, index in zip(rows, range(size), strict=True):
             row.append(_padded(chunks[index] if index < len(chunks) else None, chunks[0]))
@@ -175,7 +244,9 @@ def _reduce_scatter(mesh: Any, placements: Sequence[Any], parameters: Sequence[A
     shard /= mesh.size()
     lengths = [part.numel() for part in rows[0]]
     for parameter, part in zip(parameters, shard.split(lengths), strict=True):
-        _add_shard(parameter.sharded_param, part)
+        method = getattr(parameter._unsharded_param.curvature, "method", None)
+        parameter._unsharded_param.curvature = None
+        _add_shard(parameter.sharded_param, part, method)
 
 
 def _padded(chunk: Tensor | None, largest: Tensor) -> Tensor:
@@ -186,12 +257,13 @@ def _padded(chunk: Tensor | None, largest: Tensor) -> Tensor:
     return vector
 
 
-def _add_shard(p: Any, part: Tensor) -> None:
+def _add_shard(p: Any, part: Tensor, method: str | None) -> None:
     from torch.distributed.tensor import DTensor
 
     held = p.to_local()
     fresh = part[: held.numel()].view(held.shape).clone()
-    if p.curvature is None:
-        p.curvature = DTensor.from_local(fresh, p.device_mesh, p.placements, shape=p.shape, stride=p.stride())
+    old = _curvature(p)
+    if old is None:
+        _set(p, DTensor.from_local(fresh, p.device_mesh, p.placements, shape=p.shape, stride=p.stride()), method)
     else:
-        p.curvature.to_local().add_(fresh)
+        old.to_local().add_(fresh)  # type: ignore[attr-defined]

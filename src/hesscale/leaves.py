@@ -62,13 +62,21 @@ def continues(leaf: Tensor) -> bool:
     return True
 
 
-def add(leaf: Any, s: Tensor, *, to_old: bool) -> None:
-    """Gives a leaf its curvature, once torch has written its gradient; ``to_old`` is what ``continues`` has said."""
+def add(leaf: Any, s: Tensor, *, to_old: bool, method: str | None = None) -> None:
+    """Gives a leaf its curvature, once torch has written its gradient; ``to_old`` is what ``continues`` has said.
+
+    ``method`` is noted on it (``curvature.method``), so that who reads it can tell by which pass it was written.
+    """
     with _LOCK, torch.no_grad():
         grad = leaf.grad
         to_old = to_old or (id(grad) in _MARKS and continues(leaf))  # another thread may have been faster
         old = getattr(leaf, "curvature", None) if to_old else None
-        leaf.curvature = s if old is None else old.to(s).add_(s)  # the model may have moved
+        if old is not None:
+            before = getattr(old, "method", None)
+            method = method if before == method else f"{before} and {method}"
+            s = old.to(s).add_(s)  # the model may have moved
+        leaf.curvature = s
+        s.method = method  # type: ignore[attr-defined]
         if grad is not None:
             mark = _Mark(grad, _become_orphan)
             mark.attributes, mark.key, mark.version = leaf.__dict__, id(grad), grad._version

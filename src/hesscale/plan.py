@@ -25,12 +25,13 @@ class Method(NamedTuple):
 
     rules: RuleTable
     gauss_newton: bool = False
+    name: str | None = None
 
 
 METHODS = {
-    "hesscale": Method(RULES),
-    "hesscale_gn": Method(RULES, gauss_newton=True),
-    "bl89": Method(BL89),
+    "hesscale": Method(RULES, name="hesscale"),
+    "hesscale_gn": Method(RULES, gauss_newton=True, name="hesscale_gn"),
+    "bl89": Method(BL89, name="bl89"),
 }
 
 

@@ -162,7 +162,8 @@ class Walk:
         for arrival in self._arrivals:
             leaf, s = arrival.leaf, self._pending.get(arrival.link)
             if s is not None or leaf.grad is not None:
-                leaves.add(leaf, leaves.owned(s, leaf, taken), to_old=arrival.continues and self._was_added_to(arrival))
+                to_old = arrival.continues and self._was_added_to(arrival)
+                leaves.add(leaf, leaves.owned(s, leaf, taken), to_old=to_old, method=self._plan.method.name)
         if self._plan.targets:
             _remove_all(self._handles)
         else:

@@ -32,7 +32,7 @@ EPS = 1e-8
 class GradientScaled(CurvatureScaled):
     """Adam, in the template's terms: the gradient before weight decay stands where curvature does."""
 
-    def backward(self, loss: Tensor, *, retain_graph: bool = False, generator: torch.Generator | None = None) -> None:
+    def backward(self, loss: Tensor, *, retain_graph: bool = False, **options: Any) -> None:
         """Fills ``p.grad``, and ``p.curvature`` with a copy of it."""
         loss.backward(retain_graph=retain_graph)
         for p in self._trainable():
@@ -112,7 +112,7 @@ def make_optimizer(
 def backward(optimizer: Optimizer, loss: Tensor, *, generator: torch.Generator | None = None) -> None:
     """What comes between ``zero_grad`` and ``step``: curvature of the loss alone, then g + λp as the gradient."""
     if isinstance(optimizer, CurvatureScaled):
-        optimizer.backward(loss, generator=generator)  # type: ignore[call-arg]
+        optimizer.backward(loss, generator=generator)
     else:
         loss.backward()
     with torch.no_grad():

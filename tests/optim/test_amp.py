@@ -1,5 +1,6 @@
 """GradScaler: curvature loses the factor on the loss as gradients do, and a step with an overflow is skipped whole."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -58,15 +59,77 @@ def test_training_is_that_without_a_scaler(preset: type[CurvatureScaled], flow: 
     assert_close(scaled_training(preset, flow, **options), expected, 1e-6)  # the scaler's factors are float32
 
 
-@pytest.mark.parametrize("flow", ["attach", "attach, optimizer.unscale_"])
+@pytest.mark.parametrize("flow", ["attach", "attach, optimizer.unscale_", "attach, scaler.unscale_"])
 def test_attached_losses_too(flow: str) -> None:
     expected = plain_training(hesscale.AdaHesScale, clip="unscale_" in flow)
     assert_close(scaled_training(hesscale.AdaHesScale, flow), expected, 1e-6)
 
 
-def test_an_unknown_factor_is_an_error() -> None:
-    with pytest.raises(RuntimeError, match=r"optimizer\.unscale_\(scaler\) instead"):
-        scaled_training(hesscale.AdaHesScale, "attach, scaler.unscale_")
+LOSSES: dict[str, Callable[[Any, Tensor, Tensor], list[Tensor]]] = {
+    "a factor after the scaler's": lambda scale, a, b: [scale(a) * torch.tensor(0.5)],
+    "a factor before the scaler's": lambda scale, a, b: [scale(torch.tensor(0.5) * a)],
+    "a float32 factor of the loss alone": lambda scale, a, b: [scale(a * torch.tensor(SCALE))],
+    "divided": lambda scale, a, b: [scale(a) / 3],
+    "two losses": lambda scale, a, b: [scale(a) + scale(b) * torch.tensor(2.0)],
+    "a list of losses": lambda scale, a, b: [sum(scale([a, b]))],
+    "accumulated": lambda scale, a, b: [scale(a) / 2, scale(b) * torch.tensor(0.5)],
+}
+
+
+@pytest.mark.parametrize("unscale", [None, "scaler", "optimizer"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_whatever_else_is_multiplied_the_scale_is_the_scaler_s(name: str, unscale: str | None) -> None:
+    found = []
+    for scale in (scaler(), GradScaler("cpu", enabled=False)):
+        model = network()
+        optimizer = hesscale.AdaHesScale(model.parameters(), lr=0.01)
+        for step in range(4):
+            optimizer.zero_grad()
+            a, b = loss_of(model, 2 * step), loss_of(model, 2 * step + 1)
+            for loss in LOSSES[name](scale.scale, a, b):
+                optimizer.backward(loss)
+            if unscale is not None:
+                scale.unscale_(optimizer) if unscale == "scaler" else optimizer.unscale_(scale)
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            scale.step(optimizer)
+            scale.update()
+        found.append(parameters(model))
+    assert_close(*found, 1e-6)
+
+
+def test_a_scaler_of_another_kind_must_say_its_factor() -> None:
+    model = network()
+    optimizer = hesscale.AdaHesScale(model.parameters())
+    optimizer.backward(loss_of(model))
+    optimizer.grad_scale, optimizer.found_inf = None, torch.zeros(())
+    with pytest.raises(RuntimeError, match=r"optimizer\.unscale_\(scaler\) before the step"):
+        optimizer.step()
+    assert_same(parameters(model), parameters(network()))
+
+
+def test_only_a_scaler_is_told_that_the_step_unscales() -> None:
+    """Lightning refuses to clip the gradients of optimizers that say so, with and without a scaler."""
+
+    def handles_unscaling(optimizer: Any) -> bool:
+        return getattr(optimizer, "_step_supports_amp_scaling", False)
+
+    class Plugin:
+        def asks(self, optimizer: Any) -> bool:
+            return getattr(optimizer, "_step_supports_amp_scaling", False)
+
+    optimizer = hesscale.AdaHesScale(network().parameters())
+    assert not handles_unscaling(optimizer)
+    assert not Plugin().asks(optimizer)
+
+
+def test_gradients_in_float16_are_unscaled_without_loss() -> None:
+    p = nn.Parameter(torch.ones(3, dtype=torch.float16))
+    optimizer, scale = hesscale.AdaHesScale([p], lr=0.01), scaler()
+    loss = scale.scale((1e-6 * p.float().square()).sum())  # 2e-6 in float16 has few digits
+    optimizer.backward(loss)
+    scale.step(optimizer)
+    torch.testing.assert_close(p.detach(), torch.full_like(p, 0.99).detach(), rtol=0, atol=1e-3)
+    torch.testing.assert_close(p.grad, torch.full_like(p, 2e-6).detach(), rtol=0, atol=1e-7)
 
 
 def test_curvature_is_unscaled_to_what_it_would_have_been() -> None:
@@ -111,7 +174,7 @@ def test_an_overflow_of_curvature_alone_skips_the_step_too() -> None:
     optimizer = hesscale.AdaHesScale(model.parameters())
     optimizer.backward(scale.scale(loss_of(model)))
     model[0].weight.curvature[0, 0] = torch.inf
-    with pytest.warns(UserWarning, match="overflowed under the loss scale"):
+    with pytest.warns(UserWarning, match=r"curvature of .* is not finite, under the loss scale"):
         scale.step(optimizer)
     assert_same(parameters(model), parameters(network()))
 

@@ -2,7 +2,9 @@
 
 import gc
 import math
+import runpy
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 import hesscale
 from hesscale.optim import CurvatureScaled
 
+from ..test_price import Counting
 from .small import PRESETS, assert_close, assert_same, backward, loss_of, network, parameters, random, train
 
 
@@ -83,7 +86,7 @@ def test_step_without_curvature_says_what_to_call() -> None:
     model = network()
     optimizer = hesscale.AdaHesScale(model.named_parameters())
     loss_of(model).backward()
-    with pytest.raises(RuntimeError, match=r"0\.weight: call optimizer\.backward\(loss\) or hesscale\.attach\(loss\)"):
+    with pytest.raises(RuntimeError, match=r"0\.weight: call optimizer\.backward\(loss\) or optimizer\.attach\(loss\)"):
         optimizer.step()
     assert_same(parameters(model), parameters(network()))
 
@@ -169,6 +172,39 @@ def test_entries_without_curvature_stay(options: dict[str, Any]) -> None:
         optimizer.step()
     assert torch.isfinite(p).all()
     assert torch.equal((p == random(4)), torch.tensor([False, True, False, True]))
+
+
+@pytest.mark.parametrize("options", [{}, {"foreach": False}], ids=str)
+def test_a_step_without_curvature_costs_little_more_than_others(options: dict[str, Any]) -> None:
+    """As of a network that has learnt its one example: counted in sweeps over memory."""
+    p = nn.Parameter(random(100, 100))
+    optimizer = hesscale.AdaHesScale([p], **options)
+    counts = []
+    for g, h in ((1.0, 1.0), (1.0, 1.0), (1.0, 0.0), (0.0, 0.0), (1.0, 1e-200)):
+        p.grad, p.curvature = torch.full_like(p, g), torch.full_like(p, h)
+        with Counting() as counting:
+            optimizer.step()
+        counts.append(counting.sweeps)
+    assert max(counts[2:]) <= counts[1] + 3  # one look at V, and the two ends that it finds
+
+
+def test_a_step_is_few_calls() -> None:
+    """Of a two-layer MLP, in the steady state."""
+    found = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "calls.py"))["counts"]()["optimizer.step"]
+    assert found.total() <= 50
+    assert len({file for file, _ in found}) <= 4
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_the_error_counts_parameters(count: int) -> None:
+    params = [nn.Parameter(random(3, seed=seed)) for seed in range(4)]
+    optimizer = hesscale.AdaHesScale([(f"p{index}", p) for index, p in enumerate(params)])
+    for index, p in enumerate(params):
+        value = math.nan if index < count else 1.0
+        p.grad = p.curvature = torch.full_like(p, value)
+    others = {1: "", 2: r" \(and 1 more parameter\)", 4: r" \(and 3 more parameters\)"}[count]
+    with pytest.raises(RuntimeError, match=f"^the gradient of p0 is not finite{others}; nothing was changed$"):
+        optimizer.step()
 
 
 def test_a_loss_without_curvature_is_reported() -> None:

@@ -1,6 +1,13 @@
-"""The kernel written by hand: equal to the loop, the same on any number of threads, and careful with others' memory."""
+"""The update in C++: equal to the loop, on any number of threads, careful with memory, and dispensable."""
 
+import ctypes
+import os
+import stat
+import subprocess
+import sys
+import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import hesscale
-from hesscale.optim import kernel, native
-from hesscale.optim.updates import Floor, Slot
+from hesscale.fast import enabled, native
+from hesscale.optim import updates
 
 from ..test_price import Counting
 from .small import TOLERANCES, assert_close, assert_same, made, moved_by, network, parameters, random, train
@@ -31,19 +38,41 @@ def walk(params: list[Any], options: Options, steps: int = 4) -> list[Tensor]:
     return moved_by(params, feed, options, steps)
 
 
+@pytest.fixture(autouse=True)
+def turned_on(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Also where the whole suite runs without."""
+    if enabled():
+        yield
+        return
+    monkeypatch.delenv("HESSCALE_PLAIN")
+    native.library.cache_clear()
+    yield
+    native.library.cache_clear()
+
+
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """The number of parameters in each call; what is left over may not go through torch.compile."""
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of parameters in each call."""
     found: list[int] = []
-    original = native._run
+    original = native.update
 
-    def run(batch: native.Batch, *, moving: bool) -> None:
-        found.append(len(batch.slots))
-        original(batch, moving=moving)
+    def update(rows: Any) -> None:
+        found.append(len(rows))
+        original(rows)
 
-    monkeypatch.setattr(native, "_run", run)
-    monkeypatch.setattr(kernel, "_kernel", lambda variant: None)
+    monkeypatch.setattr(native, "update", update)
     return found
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """An empty cache directory, for a library that is built again."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    native.library.cache_clear()
+    updates._warn_once.cache_clear()
+    yield tmp_path / "cache" / "hesscale"
+    native.library.cache_clear()
+    updates._warn_once.cache_clear()
 
 
 def test_there_is_a_compiler_for_the_tests_below() -> None:
@@ -63,15 +92,33 @@ def test_it_equals_the_loop(
 ) -> None:
     options = {**options, **common, "maximize": maximize}
     shapes = [(size,) for size in SIZES]
-    ours = walk(made(shapes, dtype), {**options, "fused": True})
+    ours = walk(made(shapes, dtype), options)
     assert calls == [len(SIZES)] * 4
-    assert_close(ours, walk(made(shapes, dtype), options), TOLERANCES[dtype])
+    assert_close(ours, walk(made(shapes, dtype), {**options, "foreach": False}), TOLERANCES[dtype])
+    assert_same(ours, walk(made(shapes, dtype), {**options, "fused": True}))
+
+
+@pytest.mark.parametrize(
+    ("options", "count"),
+    [
+        ({}, 4),
+        ({"fused": True}, 4),
+        ({"fused": False}, 0),
+        ({"foreach": True}, 0),
+        ({"foreach": False}, 0),
+        ({"capturable": True}, 0),
+    ],
+    ids=str,
+)
+def test_who_asks_for_what(options: Options, count: int, calls: list[int]) -> None:
+    walk(made([(5,), (6, 7)]), options)
+    assert len(calls) == count
 
 
 def test_entries_without_curvature_stay() -> None:
     (p,) = params = made([(100,)])
     before = p.detach().clone()
-    walk(params, {"fused": True})
+    walk(params, {})
     assert torch.equal(p[3:5], before[3:5])
     assert (p != before).sum() == 98
 
@@ -84,15 +131,16 @@ def test_any_number_of_threads_makes_the_same_steps(every: int, calls: list[int]
     try:
         for count in (1, 2, 3):
             torch.set_num_threads(count)
-            found.append(walk(made(shapes), {"fused": True, "every": every}))
+            found.append(walk(made(shapes), {"every": every}))
     finally:
         torch.set_num_threads(threads)
     assert_same(found[1], found[0])
     assert_same(found[2], found[0])
+    assert len(calls) == 12
 
 
 def test_layouts(calls: list[int]) -> None:
-    """Entries in the same order are all it asks for; foreach does the rest."""
+    """Entries in the same order are all it asks for; others do the rest."""
     images = random(4, 6, 5, 5)
     for make, mixed, native_calls in (
         (lambda x: x.clone(), False, 4),
@@ -103,7 +151,7 @@ def test_layouts(calls: list[int]) -> None:
         (lambda x: x[:1, :1, :1].clone().expand(1, 1, 1, 5), False, 4),
     ):
         found = []
-        for options in ({"fused": True}, {}):
+        for options in ({"fused": True}, {"foreach": False}):
             p = nn.Parameter(make(images))
             optimizer = hesscale.AdaHesScale([p], lr=0.01, **options)
             for step in range(4):
@@ -122,9 +170,7 @@ def test_it_takes_no_tensor_that_it_could_misread() -> None:
 
     def fits(**others: Any) -> bool:
         usual = {name: torch.ones(4, 3) for name in ("p", "g", "h", "m", "v")}
-        rest = {"place": ({}, 0), "formula": None, "steps": 1.0, "refreshes": 1, "state": {"step": torch.ones(())}}
-        rest["floor"] = Floor()
-        return native._table([Slot(**{**rest, **usual, **others})]) is not None
+        return native.row(**{**usual, **others}, scale=0, numbers=[1.0] * 7) is not None
 
     assert fits()
     assert fits(h=None)
@@ -138,31 +184,70 @@ def test_it_takes_no_tensor_that_it_could_misread() -> None:
             torch.ones(3, 4).t(),
             torch.ones(4, 3, device="meta"),
             torch.ones(4, 3).as_subclass(Special),
+            torch._efficientzerotensor((4, 3)),
+            torch._neg_view(torch.ones(4, 3)),
         ):
             assert not fits(**{name: other})
     assert not fits(h=torch.ones(4, 3).to_sparse())
     assert not fits(**{name: torch.ones(4, 3, dtype=torch.bfloat16) for name in ("p", "g", "h", "m", "v")})
     assert not fits(**{name: torch.ones(0, 3) for name in ("p", "g", "h", "m", "v")})
-    assert not fits(state={"step": torch.ones((), dtype=torch.float64)})
 
 
-def test_dtypes_may_mix(calls: list[int]) -> None:
+def test_memory_that_is_shared_is_left_to_the_loop(calls: list[int]) -> None:
+    def parts(kind: str) -> list[nn.Parameter]:
+        memory = random(12)
+        if kind == "parameters":
+            return [nn.Parameter(memory[:8]), nn.Parameter(memory[4:])]
+        return [nn.Parameter(memory[:6]), nn.Parameter(memory[6:])]
+
+    for kind, expected in (("parameters", 0), ("apart", 3), ("gradient and curvature", 3), ("gradient and p", 0)):
+        found = []
+        for foreach in (None, False):
+            params = parts(kind)
+            optimizer = hesscale.AdaHesScale(params, lr=0.01, foreach=foreach)
+            for step in range(3):
+                feed(params, step)
+                if kind == "gradient and curvature":
+                    params[0].curvature = params[0].grad
+                if kind == "gradient and p":
+                    params[0].grad = params[0].detach()
+                optimizer.step()
+            found.append([p.detach() for p in params])
+        assert_close(*found, 1e-13)
+        assert len(calls) == expected, kind
+        calls.clear()
+
+
+def test_averages_made_in_inference_mode_are_left_to_the_loop(calls: list[int]) -> None:
+    found = []
+    for foreach in (None, False):
+        params = made([(5,), (6,)])
+        optimizer = hesscale.AdaHesScale(params, foreach=foreach)
+        for step in range(2):
+            feed(params, step)
+            with torch.inference_mode():
+                optimizer.step()
+        found.append([p.detach() for p in params])
+    assert_same(*found)
+    assert not calls
+
+
+def test_dtypes_share_a_call(calls: list[int]) -> None:
     def mixed() -> list[nn.Parameter]:
         kinds = (torch.float32, torch.float64, torch.bfloat16, torch.float32)
         return [nn.Parameter(random(40, seed=seed).to(dtype)) for seed, dtype in enumerate(kinds)]
 
-    ours, theirs = walk(mixed(), {"fused": True}, 1), walk(mixed(), {"foreach": True}, 1)
-    assert sorted(calls) == [1, 2]
-    assert_same(ours[2:3], theirs[2:3])
+    ours, theirs = walk(mixed(), {}, 1), walk(mixed(), {"foreach": True}, 1)
+    assert calls == [4]
     assert_close(ours, theirs, 1e-6)
 
 
 def test_groups_with_their_own_options_share_a_call(calls: list[int]) -> None:
     found = []
-    for fused in (True, False):
+    for foreach in (None, False):
         a, b, c = params = made([(9,), (50, 3), (6,)])
         groups = [{"params": [a], "lr": 0.1}, {"params": [b], "weight_decay": 0.5, "maximize": True}, {"params": [c]}]
-        optimizer = hesscale.AdaHesScale(groups, fused=fused)
+        optimizer = hesscale.AdaHesScale(groups, foreach=foreach)
         for step in range(3):
             feed(params, step)
             c.grad = None if step == 1 else c.grad  # of another age
@@ -173,18 +258,19 @@ def test_groups_with_their_own_options_share_a_call(calls: list[int]) -> None:
 
 
 def test_empty_parameters() -> None:
-    params = made([(0,), (5,), (3, 0)])
-    optimizer = hesscale.AdaHesScale(params, fused=True)
-    for p in params:
-        p.grad, p.curvature = torch.ones_like(p), torch.ones_like(p)
-    optimizer.step()
-    assert [optimizer.state[p]["step"].item() for p in params] == [1.0] * 3
-    assert (params[1] != made([(0,), (5,)])[1]).all()
+    for options in ({}, {"foreach": False}, {"foreach": True}):
+        params = made([(0,), (5,), (3, 0)])
+        optimizer = hesscale.AdaHesScale(params, **options)
+        for p in params:
+            p.grad, p.curvature = torch.ones_like(p), torch.ones_like(p)
+        optimizer.step()
+        assert [optimizer.state[p]["step"].item() for p in params] == [1.0] * 3
+        assert (params[1] != made([(0,), (5,)])[1]).all()
 
 
 def test_a_saved_tensor_that_a_step_changed_is_noticed() -> None:
     p, other = made([(5,), (5,)])
-    optimizer = hesscale.AdaHesScale([p], fused=True)
+    optimizer = hesscale.AdaHesScale([p])
     loss = (p * other).sum()
     feed([p])
     optimizer.step()
@@ -198,7 +284,7 @@ def test_a_saved_tensor_that_a_step_changed_is_noticed() -> None:
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 def test_one_bad_entry_anywhere_and_nothing_is_changed(dtype: torch.dtype, value: float) -> None:
     params = made([(7,), (4096 * 2 + 3,), (70001,)], dtype)
-    optimizer = hesscale.AdaHesScale(params, fused=True)
+    optimizer = hesscale.AdaHesScale(params)
     feed(params)
     optimizer.step()
     before = [x.clone() for p in params for x in (p.detach(), *optimizer.state[p].values()) if isinstance(x, Tensor)]
@@ -210,28 +296,29 @@ def test_one_bad_entry_anywhere_and_nothing_is_changed(dtype: torch.dtype, value
                 optimizer.step()
             shape = tuple(params[index].shape)
             assert str(caught.value) == (
-                f"the {what} of parameter {index} of its group, shape {shape} is not finite (and 0 more); "
-                "nothing was changed"
+                f"the {what} of parameter {index} of its group, shape {shape} is not finite; nothing was changed"
             )
             after = [x for p in params for x in (p.detach(), *optimizer.state[p].values()) if isinstance(x, Tensor)]
             assert_same(after, before)
 
 
-def test_the_largest_and_smallest_numbers_are_finite_and_not_zero() -> None:
+@pytest.mark.parametrize("options", [{}, {"foreach": False}], ids=str)
+def test_the_largest_and_smallest_numbers_are_finite_and_not_zero(options: Options) -> None:
     for dtype in TOLERANCES:
         limits = torch.finfo(dtype)
         (p,) = params = made([(9,)], dtype)
         for value in (limits.max, limits.min, limits.smallest_normal, 1e-40 if dtype == torch.float32 else 5e-324):
             p.grad, p.curvature = torch.full_like(p, value), torch.full_like(p, value)
-            hesscale.AdaHesScale(params, fused=True).step()  # a warning would be an error
+            hesscale.AdaHesScale(params, **options).step()  # a warning would be an error
 
 
-def test_zero_curvature_gets_its_warning() -> None:
+@pytest.mark.parametrize("options", [{}, {"foreach": False}], ids=str)
+def test_zero_curvature_gets_its_warning(options: Options) -> None:
     (a, b) = params = made([(50,), (60,)])
     feed(params)
     b.curvature = torch.full_like(b, -0.0)
     before = b.detach().clone()
-    optimizer = hesscale.AdaHesScale([("a", a), ("b", b)], fused=True)
+    optimizer = hesscale.AdaHesScale([("a", a), ("b", b)], **options)
     with pytest.warns(UserWarning, match="curvature is zero everywhere in b,"):
         optimizer.step()
     assert torch.equal(b, before)
@@ -240,7 +327,7 @@ def test_zero_curvature_gets_its_warning() -> None:
 @pytest.mark.parametrize("count", [4, 40])
 def test_a_step_is_one_call_and_allocates_nothing_large(count: int, calls: list[int]) -> None:
     params = made([(300, 300), (300,)] * (count // 2))
-    optimizer = hesscale.AdaHesScale(params, fused=True)
+    optimizer = hesscale.AdaHesScale(params)
     for step in range(2):
         feed(params, step)
         with Counting() as counting:
@@ -248,12 +335,13 @@ def test_a_step_is_one_call_and_allocates_nothing_large(count: int, calls: list[
     assert calls == [count, count]
     assert counting.allocations.total() == 0
     operators = {name for name in counting.calls if not name.startswith("profiler")}
-    assert operators == {"_local_scalar_dense.default"}  # the steps taken so far are read
+    # the steps taken so far are read and counted, nothing else
+    assert operators == {"_local_scalar_dense.default", "_foreach_add_.Scalar"}
 
 
 def test_data_may_be_replaced_between_steps() -> None:
     found = []
-    for options in ({"fused": True}, {}):
+    for options in ({}, {"foreach": False}):
         model = network()
         optimizer = hesscale.AdaHesScale(model.parameters(), **options)
         train(model, optimizer, range(2))
@@ -268,3 +356,91 @@ def test_data_may_be_replaced_between_steps() -> None:
         train(model, optimizer, range(4, 6))
         found.append(parameters(model))
     assert_close(*found, 1e-6)
+
+
+def trained(**options: Any) -> list[Tensor]:
+    model = network()
+    train(model, hesscale.AdaHesScale(model.parameters(), every=2, **options))
+    return parameters(model)
+
+
+def test_the_library_is_built_once_and_kept(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert native.library() is not None
+    (kept,) = fresh.iterdir()
+    assert stat.S_IMODE(fresh.stat().st_mode) == 0o700
+    native.library.cache_clear()
+    monkeypatch.setattr(native, "_SECONDS", 0.0)  # whoever compiled would run out of time
+    assert native.library() is not None
+    assert [*fresh.iterdir()] == [kept]
+
+
+def test_a_damaged_library_is_built_again(fresh: Path) -> None:
+    assert native.library() is not None
+    (kept,) = fresh.iterdir()
+    copy = fresh.parent / "copy"
+    kept.rename(copy)
+    kept.write_bytes(copy.read_bytes()[:1000])
+    native.library.cache_clear()
+    assert native.library() is not None
+    ctypes.CDLL(str(kept))
+
+
+def test_two_processes_at_once_share_it(fresh: Path) -> None:
+    code = "from hesscale.fast import native; assert native.library() is not None"
+    both = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(2)]
+    assert [process.wait() for process in both] == [0, 0]
+    assert len([*fresh.iterdir()]) == 1
+
+
+def test_a_home_that_cannot_be_written_to(fresh: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr(native.tempfile, "gettempdir", lambda: str(tmp_path))
+    assert native.library() is not None
+    assert len([*(tmp_path / f"hesscale-{os.getuid()}").iterdir()]) == 1
+
+
+def test_a_directory_of_others_is_not_used(fresh: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fresh.mkdir(parents=True)
+    fresh.chmod(0o777)
+    elsewhere = tmp_path / f"hesscale-{os.getuid()}"
+    elsewhere.mkdir(mode=0o700)
+    monkeypatch.setattr(native.tempfile, "gettempdir", lambda: str(tmp_path))
+    assert native.library() is not None
+    assert not [*fresh.iterdir()]
+    assert len([*elsewhere.iterdir()]) == 1
+
+
+@pytest.mark.parametrize("compiler", ["/bin/false", None], ids=["fails", "is not there"])
+def test_without_a_compiler_the_default_says_nothing_and_fused_warns_once(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch, compiler: str | None
+) -> None:
+    monkeypatch.setattr(native, "_compilers", lambda: iter([compiler] if compiler else []))
+    assert_same(trained(), trained(foreach=False))
+    with pytest.warns(UserWarning, match="falling back to foreach") as caught:
+        found = trained(fused=True)
+    assert len(caught) == 1
+    assert_same(found, trained(foreach=True))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trained(fused=True)
+
+
+def test_a_compiler_that_does_not_know_this_processor(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "_TUNED", "-march=none-of-these")
+    assert native.library() is not None
+
+
+def test_the_variable_of_the_environment_chooses_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "/bin/false")
+    assert next(native._compilers()) == "/bin/false"
+
+
+def test_it_can_be_turned_off(monkeypatch: pytest.MonkeyPatch, calls: list[int]) -> None:
+    monkeypatch.setenv("HESSCALE_PLAIN", "1")
+    native.library.cache_clear()
+    try:
+        assert_same(trained(), trained(foreach=False))
+        assert not calls
+    finally:
+        native.library.cache_clear()

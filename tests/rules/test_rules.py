@@ -43,6 +43,7 @@ def node_names(output: object) -> set[str]:
 FUSED = {name for name in RULES if not RULES[name].exact}
 # kernels of other devices and precisions, in test_other_devices.py
 ELSEWHERE = {"CudnnBatchNormBackward0", "FusedRmsNormBackward0", "GroupedMmBackward0", "MiopenBatchNormBackward0"}
+ELSEWHERE |= {"RegisterPostBackwardFunctionBackward", "_DDPSinkBackward"}  # tests/test_distributed.py
 
 
 def test_every_registered_rule_has_a_row() -> None:

@@ -6,3 +6,7 @@ from .presets import AdaGGNMC as AdaGGNMC
 from .presets import AdaHesScale as AdaHesScale
 from .presets import AdaHesScaleGN as AdaHesScaleGN
 from .presets import AdaHessian as AdaHessian
+from .sources import Hutchinson as Hutchinson
+from .sources import Propagated as Propagated
+from .sources import SampledGaussNewton as SampledGaussNewton
+from .sources import Source as Source

@@ -1,49 +1,29 @@
-"""Loss scaling: curvature carries the factor a GradScaler put on the loss, as gradients do, and must lose it too."""
+"""Loss scaling: curvature carries the factor a GradScaler put on the loss, as gradients do, and must lose it too.
+
+Whoever calls ``scaler.step(optimizer)`` says that gradients carry the scaler's factor, or did so before they were
+unscaled. The same then holds for curvature, whatever else the loss was multiplied by. Torch hands the factor to
+optimizers that ask for it, but not once gradients are unscaled; so the optimizer has to know the scaler.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
-from typing import Any, final
 
 import torch
 from torch import Tensor
+from torch.amp import GradScaler
 
-_UNKNOWN_SCALE = (
-    "scaler.unscale_(optimizer) has unscaled the gradients but not the curvature, and by which factor is not known "
-    "here: call optimizer.unscale_(scaler) instead, or optimizer.backward(scaler.scale(loss)) for the backward pass"
+UNKNOWN_SCALE = (
+    "the gradients were unscaled but the curvature was not, and by which factor is not known here: call "
+    "scaler.step(optimizer) of a torch.amp.GradScaler, or optimizer.unscale_(scaler) before the step"
 )
 
 
-@final
-class LossScale:
-    """The factor on the loss of the step under way, as far as it is known before ``scaler.step``."""
-
-    def __init__(self) -> None:
-        self._seen: set[float] = set()
-
-    def note(self, loss: Tensor) -> None:
-        """Remembers the factor of a loss that has come straight out of ``scaler.scale``."""
-        node: Any = loss.grad_fn
-        if node is None or node.name() != "MulBackward0":
-            return
-        factor = node._saved_other
-        # a GradScaler's factor is a float32 tensor without dimensions; one written as a number is saved as float64
-        if factor is not None and factor.dim() == 0 and factor.dtype == torch.float32:
-            self._seen.add(float(factor))
-
-    def forget(self) -> None:
-        """Starts over: curvature is consumed, or cleared."""
-        self._seen = set()
-
-    def resolve(self) -> None:
-        """Notes that curvature has lost its factor already."""
-        self._seen = {1.0}
-
-    def left_on_curvature(self) -> float:
-        """The factor still on curvature after the user has unscaled the gradients."""
-        if len(self._seen) != 1:
-            raise RuntimeError(_UNKNOWN_SCALE)
-        return next(iter(self._seen))
+def scaler_that_asks() -> GradScaler | None:
+    """The GradScaler in whose ``step`` the caller's property is being read; None if somebody else reads it."""
+    asking = sys._getframe(2).f_locals.get("self")
+    return asking if isinstance(asking, GradScaler) else None
 
 
 def divide(tensors: Iterable[Tensor], scale: Tensor | float) -> None:

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_PLAIN = (Tensor, torch.nn.Parameter)
+PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def is_sharded(tensor: Any) -> bool:
     """Whether ``local`` would give something else than the tensor itself."""
-    return type(tensor) not in _PLAIN and hasattr(tensor, "to_local")
+    return type(tensor) not in PLAIN and hasattr(tensor, "to_local")
 
 
 def local(tensor: Any) -> Any:

@@ -1,4 +1,4 @@
-"""One formula, as a loop over parameters (the reference) and as foreach; native.py and kernel.py have it as kernels.
+"""One formula, as a loop over parameters (the reference), as foreach, and as one call of fast/native.cpp.
 
 With m = EMA(g), and V the average of the curvature h that ``scale`` names, over t steps and r refreshes:
 
@@ -14,12 +14,17 @@ An entry whose V is exactly zero has no scale, and does not move: its denominato
 from __future__ import annotations
 
 import math
-import weakref
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, final
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
+
+from ..fast import native
 
 SCALES = ("rms", "mean_abs", "mean")
 
@@ -38,49 +43,15 @@ class Formula(NamedTuple):
     scale: str
     eps_inside_root: bool
     maximize: bool
-    implementation: str  # a key of IMPLEMENTATIONS in curvature_scaled.py
+    form: str  # a key of FORMS
 
 
-@final
-class Floor:
-    """A bound from below on the entries of one V, so that not every step has to look for zeros in it.
+class Factors(NamedTuple):
+    """What the formula makes of its hyper-parameters at one age; parameters of one group and age share it."""
 
-    A refresh lets an entry fall to β₂V, no lower. So what one look at V has found goes a long way, for as long as
-    nobody else writes to V. Torch's count of its versions tells; what is written past it, by way of ``.data``, is not
-    seen, here as elsewhere in torch.
-    """
-
-    __slots__ = ("_least", "_looks", "_seen", "_version")
-
-    def __init__(self) -> None:
-        self._least = 0.0
-        self._looks = True
-        self._seen: weakref.ref[Tensor] | None = None
-        self._version = 0
-
-    def begin(self, v: Tensor, factor: float) -> None:
-        """Before V changes: its entries may fall to ``factor`` times what they are."""
-        is_known = self._seen is not None and self._seen() is v and self._version == v._version
-        self._seen = None  # until it has changed: a step may be interrupted
-        least = self._least * factor if is_known else 0.0
-        self._looks = least < _SMALLEST.get(v.dtype, math.inf)  # below it, rounding could reach zero
-        self._least = math.inf if self._looks else least
-
-    def is_above_zero(self, part: Tensor) -> bool:
-        """Whether all entries of V, or of a part of it, are positive, once they have changed."""
-        if not self._looks:
-            return True
-        least = float(part.amin())
-        self._least = min(self._least, least if least > 0 else 0.0)  # nan is not above zero
-        return least > 0
-
-    def end(self, v: Tensor) -> None:
-        """When V has changed, and all of its parts were asked about."""
-        if not v.is_inference():  # those have no versions
-            self._seen, self._version = weakref.ref(v), v._version
-
-
-_SMALLEST = {dtype: torch.finfo(dtype).smallest_normal for dtype in (torch.float32, torch.float64)}
+    decay: Number  # 1 − lr·weight_decay
+    step_size: Number  # lr / (1 − β₁ᵗ)
+    correction: Number  # what c is divided by: 1 − β₂ʳ, or its root for rms
 
 
 class Slot(NamedTuple):
@@ -88,70 +59,31 @@ class Slot(NamedTuple):
 
     place: Place
     formula: Formula
+    factors: Factors
     p: Tensor
     g: Tensor
     h: Tensor | None
     m: Tensor
     v: Tensor
-    steps: Number  # this one included, as are the refreshes
-    refreshes: Number
     state: dict[str, Any]  # what the optimizer keeps of this parameter
-    floor: Floor  # of v
+    narrow: Tensor | None  # in half precision, where p is a copy of it in single
 
     @property
     def parameter(self) -> Tensor:
-        """The optimizer's own: the whole of what p, g, h, m and v are this process's part of."""
+        """The optimizer's own, of which p may be this process's part."""
         group, index = self.place
         parameter: Tensor = group["params"][index]
         return parameter
 
-    @property
-    def decay(self) -> Number:
-        return 1 - self.formula.lr * self.formula.weight_decay
 
-    @property
-    def step_size(self) -> Number:
-        """lr / (1 − β₁ᵗ)"""
-        return self.formula.lr / (1 - self.formula.beta1**self.steps)
-
-    @property
-    def correction(self) -> Number:
-        """What c is divided by: 1 − β₂ʳ, or its root for rms."""
-        correction: Number = 1 - self.formula.beta2**self.refreshes
-        return correction**0.5 if self.formula.scale == "rms" else correction
-
-
-def update_by_loop(slots: Sequence[Slot]) -> None:
-    """Moves each parameter by one step."""
-    for slot in slots:
-        if slot.formula.weight_decay:
-            slot.p.mul_(slot.decay)
-        denominator = _average_and_denominator(slot)
-        m = slot.m.clone() if torch.is_grad_enabled() else slot.m  # differentiable: m moves on, the graph keeps its own
-        step_size = slot.step_size
-        if isinstance(step_size, Tensor):  # addcdiv_ takes no tensor as its value
-            slot.p.addcdiv_(m, denominator / -step_size)
-        else:
-            slot.p.addcdiv_(m, denominator, value=-step_size)
-
-
-def directions_by_loop(slots: Sequence[Slot]) -> list[Tensor]:
-    """u of each parameter, which stays where it is; the averages move."""
-    return [slot.step_size * slot.m / denominator for slot in slots for denominator in [_average_and_denominator(slot)]]
-
-
-def coefficients(slot: Slot) -> tuple[Any, ...]:
-    """What a kernel is told: 1 − lr·weight_decay, sign, 1 − β₁, β₂, 1 − β₂, step size, eps.
-
-    The correction of c is moved to the step size and to eps, which leaves one division per element:
-
-    m·a / (c/k + eps)  =  m·ak / (c + eps·k)        m·a / √(c²/k² + eps)  =  m·ak / √(c² + eps·k²)
-    """
-    formula, k = slot.formula, slot.correction
-    sign = -1.0 if formula.maximize else 1.0
-    weights = (1 - formula.beta1, formula.beta2, 1 - formula.beta2)
-    eps = formula.eps * (k * k if formula.eps_inside_root else k)
-    return slot.decay, sign, *weights, slot.step_size * k, eps
+def factors(formula: Formula, steps: Number, refreshes: Number) -> Factors:
+    """The factors after so many steps and refreshes, this one included."""
+    correction: Number = 1 - formula.beta2**refreshes
+    return Factors(
+        decay=1 - formula.lr * formula.weight_decay,
+        step_size=formula.lr / (1 - formula.beta1**steps),
+        correction=correction**0.5 if formula.scale == "rms" else correction,
+    )
 
 
 def metric(slot: Slot) -> Tensor:
@@ -170,6 +102,68 @@ def _infinite_at_zero(c: Tensor) -> Tensor:
     return threshold(c, 0.0, math.inf)
 
 
+class Form(ABC):
+    """A way to compute the step of some slots."""
+
+    slots: Sequence[Slot]
+
+    def tops(self) -> list[tuple[float, float]]:
+        """The largest magnitudes in g and h of each slot, inf and nan among them; 0 for an h that is not there."""
+        tensors = [x for slot in self.slots for x in (slot.g, slot.h) if x is not None and x.numel()]
+        found = iter(_magnitudes(tensors))
+        return [
+            (next(found), next(found) if slot.h is not None else 0.0) if slot.g.numel() else (0.0, 0.0)
+            for slot in self.slots
+        ]
+
+    @abstractmethod
+    def move(self) -> None:
+        """Moves averages and parameters by one step."""
+
+    @abstractmethod
+    def directions(self) -> list[Tensor]:
+        """u of each slot, whose p stays where it is; the averages move."""
+
+
+def _magnitudes(tensors: Sequence[Tensor]) -> list[float]:
+    """max |x| of each, nan if there is one in x; in one sweep over each, and one transfer for all."""
+    with torch.no_grad():
+        ends = [end for x in tensors for end in torch.aminmax(x)]
+        if {end.device.type for end in ends} - {"cpu"}:
+            ends = [*torch.stack([end.to(ends[0].device, torch.float64) for end in ends]).cpu()]
+    numbers = [end.item() for end in ends]
+    return [low if math.isnan(low) else max(-low, high) for low, high in zip(numbers[::2], numbers[1::2], strict=True)]
+
+
+def is_zero(x: Tensor) -> bool:
+    """Whether x is zero throughout."""
+    return x.numel() == 0 or _magnitudes([x]) == [0.0]
+
+
+@dataclass
+class Loop(Form):
+    """The reference: one slot after the other. It can be differentiated."""
+
+    slots: Sequence[Slot]
+
+    def move(self) -> None:
+        for slot in self.slots:
+            if slot.formula.weight_decay:
+                slot.p.mul_(slot.factors.decay)
+            denominator = _average_and_denominator(slot)
+            # differentiable: m moves on, the graph keeps its own
+            m = slot.m.clone() if torch.is_grad_enabled() else slot.m
+            step_size = slot.factors.step_size
+            if isinstance(step_size, Tensor):  # addcdiv_ takes no tensor as its value
+                slot.p.addcdiv_(m, denominator / -step_size)
+            else:
+                slot.p.addcdiv_(m, denominator, value=-step_size)
+
+    def directions(self) -> list[Tensor]:
+        denominators = map(_average_and_denominator, self.slots)
+        return [slot.factors.step_size * slot.m / d for slot, d in zip(self.slots, denominators, strict=True)]
+
+
 def _average_and_denominator(slot: Slot) -> Tensor:
     formula, v, h = slot.formula, slot.v, slot.h
     slot.m.lerp_(-slot.g if formula.maximize else slot.g, 1 - formula.beta1)
@@ -178,46 +172,48 @@ def _average_and_denominator(slot: Slot) -> Tensor:
     elif h is not None:
         v.lerp_(h.abs() if formula.scale == "mean_abs" else h, 1 - formula.beta2)
     c = _infinite_at_zero(_positive(v, formula.scale))
-    c = c / slot.correction if torch.is_grad_enabled() else c.div_(slot.correction)  # a graph keeps what a root gave
+    k = slot.factors.correction
+    c = c / k if torch.is_grad_enabled() else c.div_(k)  # a graph keeps what a root gave
     return c.square_().add_(formula.eps).sqrt_() if formula.eps_inside_root else c.add_(formula.eps)
 
 
-def update_by_foreach(slots: Sequence[Slot]) -> None:
-    """As ``update_by_loop``, with one call per operation for all parameters of a kind."""
-    for alike in _grouped(slots):
-        p = [slot.p for slot in alike]
-        if alike[0].formula.weight_decay:
-            torch._foreach_mul_(p, alike[0].decay)
-        denominators = _foreach_denominators(alike)
-        m = [slot.m for slot in alike]
-        sizes: Any = [-slot.step_size for slot in alike]
-        if isinstance(sizes[0], Tensor):
-            torch._foreach_div_(denominators, sizes)
-            torch._foreach_addcdiv_(p, m, denominators)
-        else:
-            torch._foreach_addcdiv_(p, m, denominators, sizes)
+@dataclass
+class Foreach(Form):
+    """One call per operation for all slots of a kind."""
+
+    slots: Sequence[Slot]
+
+    def move(self) -> None:
+        for alike in self._grouped():
+            p, m = [slot.p for slot in alike], [slot.m for slot in alike]
+            if alike[0].formula.weight_decay:
+                torch._foreach_mul_(p, alike[0].factors.decay)
+            denominators = _denominators(alike)
+            sizes: Any = [-slot.factors.step_size for slot in alike]
+            if isinstance(sizes[0], Tensor):
+                torch._foreach_div_(denominators, sizes)
+                torch._foreach_addcdiv_(p, m, denominators)
+            else:
+                torch._foreach_addcdiv_(p, m, denominators, sizes)
+
+    def directions(self) -> list[Tensor]:
+        found: dict[int, Tensor] = {}
+        for alike in self._grouped():
+            u = torch._foreach_div([slot.m for slot in alike], _denominators(alike))
+            sizes: Any = [slot.factors.step_size for slot in alike]
+            torch._foreach_mul_(u, sizes)
+            found.update(zip(map(id, alike), u, strict=True))
+        return [found[id(slot)] for slot in self.slots]
+
+    def _grouped(self) -> list[list[Slot]]:
+        groups: dict[Any, list[Slot]] = {}
+        for slot in self.slots:
+            key = (id(slot.formula), slot.p.device, slot.p.dtype, slot.h is None)
+            groups.setdefault(key, []).append(slot)
+        return list(groups.values())
 
 
-def directions_by_foreach(slots: Sequence[Slot]) -> list[Tensor]:
-    """As ``directions_by_loop``, with one call per operation for all parameters of a kind."""
-    found: dict[int, Tensor] = {}
-    for alike in _grouped(slots):
-        u = torch._foreach_div([slot.m for slot in alike], _foreach_denominators(alike))
-        sizes: Any = [slot.step_size for slot in alike]
-        torch._foreach_mul_(u, sizes)
-        found.update(zip(map(id, alike), u, strict=True))
-    return [found[id(slot)] for slot in slots]
-
-
-def _grouped(slots: Sequence[Slot]) -> list[list[Slot]]:
-    groups: dict[Any, list[Slot]] = {}
-    for slot in slots:
-        key = (id(slot.formula), slot.p.device, slot.p.dtype, slot.h is None)
-        groups.setdefault(key, []).append(slot)
-    return list(groups.values())
-
-
-def _foreach_denominators(slots: Sequence[Slot]) -> list[Tensor]:
+def _denominators(slots: Sequence[Slot]) -> list[Tensor]:
     formula = slots[0].formula
     g, m, v = [slot.g for slot in slots], [slot.m for slot in slots], [slot.v for slot in slots]
     h = [slot.h for slot in slots if slot.h is not None]
@@ -230,7 +226,7 @@ def _foreach_denominators(slots: Sequence[Slot]) -> list[Tensor]:
     c = list(torch._foreach_sqrt(v) if formula.scale == "rms" else torch._foreach_abs(v))
     for entry in c:
         _infinite_at_zero(entry)
-    corrections: Any = [slot.correction for slot in slots]
+    corrections: Any = [slot.factors.correction for slot in slots]
     torch._foreach_div_(c, corrections)
     if formula.eps_inside_root:
         torch._foreach_mul_(c, c)
@@ -238,3 +234,109 @@ def _foreach_denominators(slots: Sequence[Slot]) -> list[Tensor]:
     if formula.eps_inside_root:
         torch._foreach_sqrt_(c)
     return c
+
+
+_NATIVE_SCALES = {("rms", False): 0, ("rms", True): 1, ("mean_abs", False): 2, ("mean", False): 3}
+
+
+class Native(Form):
+    """One call of fast/native.cpp for all slots, which must fit it."""
+
+    def __init__(self, slots: Sequence[Slot], rows: Sequence[native.Row]) -> None:
+        self.slots = slots
+        self._rows = (native.Row * len(rows))(*rows)
+
+    @classmethod
+    def of(cls, slots: Sequence[Slot]) -> tuple[Self | None, list[Slot]]:
+        """As many of them as fit, and those that are left over."""
+        if native.library() is None:
+            return None, [*slots]
+        fitting, rows, rest = [], [], []
+        for slot in slots:
+            row = _row(slot)
+            if row is None:
+                rest.append(slot)
+            else:
+                fitting.append(slot)
+                rows.append(row)
+        found = cls(fitting, rows) if rows else None
+        return (None, [*slots]) if found is None or native.overlap(found._rows) else (found, rest)
+
+    def tops(self) -> list[tuple[float, float]]:
+        return native.look(self._rows)
+
+    def move(self) -> None:
+        self._run([slot.p for slot in self.slots])
+
+    def directions(self) -> list[Tensor]:
+        found = [torch.empty_like(slot.p, requires_grad=False) for slot in self.slots]
+        for row, u in zip(self._rows, found, strict=True):
+            row.u = u.data_ptr()
+        self._run(found)
+        return found
+
+    def _run(self, moved: Sequence[Tensor]) -> None:
+        changed = [*moved]
+        for slot in self.slots:
+            changed += (slot.m,) if slot.h is None else (slot.m, slot.v)
+        torch.autograd.graph.increment_version(changed)  # autograd does not see what native.cpp does
+        native.update(self._rows)
+
+
+def _row(slot: Slot) -> native.Row | None:
+    """The correction of c is moved to the step size and to eps, which leaves one division per entry.
+
+    m·a / (c/k + eps)  =  m·ak / (c + eps·k)        m·a / √(c²/k² + eps)  =  m·ak / √(c² + eps·k²)
+    """
+    formula, (decay, step_size, k) = slot.formula, slot.factors
+    if isinstance(decay, Tensor) or isinstance(step_size, Tensor) or isinstance(k, Tensor):
+        return None
+    eps = formula.eps * (k * k if formula.eps_inside_root else k)
+    averaging = (-1.0 if formula.maximize else 1.0, 1 - formula.beta1, formula.beta2, 1 - formula.beta2)
+    return native.row(
+        slot.p,
+        slot.g,
+        slot.h,
+        slot.m,
+        slot.v,
+        scale=_NATIVE_SCALES[formula.scale, formula.eps_inside_root],
+        numbers=(decay, *averaging, step_size * k, eps),
+    )
+
+
+def _native_or(other: type[Loop | Foreach], slots: Sequence[Slot]) -> list[Form]:
+    found, rest = Native.of(slots)
+    forms: list[Form] = [] if found is None else [found]
+    return [*forms, other(rest)] if rest else forms
+
+
+def _fused(slots: Sequence[Slot]) -> list[Form]:
+    if not all(slot.p.is_cpu for slot in slots) or native.library() is None:
+        _warn_once()
+    return _native_or(Foreach, slots)
+
+
+@cache
+def _warn_once() -> None:
+    warnings.warn(
+        "fused=True needs parameters on a CPU and a C++ compiler (set CXX, or install g++ or clang++): falling back to "
+        "foreach, which makes the same steps more slowly",
+        stacklevel=7,
+    )
+
+
+FORMS: dict[str, Callable[[Sequence[Slot]], list[Form]]] = {
+    "loop": lambda slots: [Loop(slots)],
+    "foreach": lambda slots: [Foreach(slots)],
+    "default": partial(_native_or, Loop),  # of a CPU
+    "fused": _fused,
+}
+
+
+def forms_of(slots: Sequence[Slot]) -> list[Form]:
+    """All slots, each in the form that its group asks for, or the one that stands in for it."""
+    chosen: dict[tuple[str, bool], list[Slot]] = {}
+    for slot in slots:
+        is_captured = isinstance(slot.factors.correction, Tensor)
+        chosen.setdefault((slot.formula.form, is_captured), []).append(slot)
+    return [form for (name, _), alike in chosen.items() for form in FORMS[name](alike)]
