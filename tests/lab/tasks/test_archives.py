@@ -20,7 +20,7 @@ from hesscale_lab.tasks import download
 from hesscale_lab.tasks.archives import DataError, read_cifar10, read_cifar100, read_mnist, read_pickle
 from hesscale_lab.tasks.download import ARCHIVES, folder_with, is_there
 
-from .small_archives import write_cifar, write_mnist
+from ..small_archives import write_cifar, write_mnist
 
 
 def test_images_and_labels_come_back(tmp_path: Path) -> None:

@@ -16,9 +16,9 @@ from hesscale_lab.cli.report import report as command
 from hesscale_lab.report.collect import collect
 from hesscale_lab.runs import Run
 
-from .made_up_runs import ADAM, make_run
+from ..made_up_runs import ADAM, make_run
 
-RESULTS = Path(__file__).parents[2] / "results"
+RESULTS = Path(__file__).parents[3] / "results"
 FORMULA = r"$\frac{$"
 
 app = typer.Typer()

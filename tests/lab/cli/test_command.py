@@ -144,7 +144,7 @@ def test_without_the_extra_it_says_what_to_install(missing: str) -> None:
 
 
 def test_the_installed_command_is_the_one_that_says_it() -> None:
-    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
     assert project["scripts"] == {"hesscale": "hesscale_lab.__main__:main"}
     wanted = {
         re.split("[<>=]", one)[0].replace("scikit-learn", "sklearn") for one in project["optional-dependencies"]["lab"]

@@ -18,9 +18,9 @@ from hesscale_lab.report.collect import Experiment, collect
 from hesscale_lab.report.paper import paper_curves
 from hesscale_lab.report.write import write
 
-from .made_up_runs import ADAM, make_run, make_seeds
+from ..made_up_runs import ADAM, make_run, make_seeds
 
-RESULTS = Path(__file__).parents[2] / "results"
+RESULTS = Path(__file__).parents[3] / "results"
 WHOLE_MARK = 2.0  # points between a mark's center and the edge of its panel
 
 

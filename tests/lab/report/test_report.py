@@ -24,7 +24,7 @@ from hesscale_lab.report.paper import paper_curves
 from hesscale_lab.report.tables import final_table, settings_table
 from hesscale_lab.wording import counted, power
 
-from .made_up_runs import ADAM, cut_off, make_run, make_seeds
+from ..made_up_runs import ADAM, cut_off, make_run, make_seeds
 
 MNIST = replace(ADAM, task="mnist-mlp")
 PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR42mNoAAAAggCBd81ytgAAAABJRU5ErkJggg=="

@@ -17,7 +17,7 @@ from hesscale_lab.tasks.augmentation import augment, crop_and_flip, jitter
 from hesscale_lab.tasks.classifiers import Dropout
 from hesscale_lab.tasks.table import TASKS, parse_field, task_named
 
-from .small_archives import write_cifar
+from ..small_archives import write_cifar
 
 PARAMETERS = {
     "mnist-mlp": (1_336_610, 1_336_610),

@@ -15,8 +15,8 @@ from hesscale_lab.cli.train import train
 from hesscale_lab.locks import alone
 from hesscale_lab.tasks import download
 
-from .small_archives import write_mnist
-from .test_durable import disk_of
+from ..small_archives import write_mnist
+from ..test_durable import disk_of
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 app.command()(train)
