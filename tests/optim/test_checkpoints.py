@@ -86,3 +86,17 @@ def test_the_state_of_adam_is_taken_over(kind: Any, options: dict[str, Any]) -> 
     expected = [e - p + p * decay for e, p in zip(expected, before, strict=True)]
     assert_close(parameters(model), expected, 1e-10)
     train(model, optimizer, range(3))
+
+
+def test_the_state_of_other_optimizers_is_refused_and_nothing_has_changed() -> None:
+    model = network()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    loss_of(model).backward()
+    sgd.step()
+    optimizer = hesscale.AdaHesScale(model.parameters(), lr=0.01)
+    train(model, optimizer, [0])
+    before = optimizer.state_dict()
+    with pytest.raises(ValueError, match="keeps momentum_buffer: only that of Adam and AdamW"):
+        optimizer.load_state_dict(sgd.state_dict())
+    assert optimizer.state_dict()["param_groups"] == before["param_groups"]
+    train(model, optimizer, [1])

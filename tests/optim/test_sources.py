@@ -152,3 +152,23 @@ def test_a_linear_loss_has_no_curvature_for_hutchinson() -> None:
     p = nn.Parameter(random(3))
     hesscale.AdaHessian([p]).backward((2 * p).sum())
     assert not p.curvature.any()
+
+
+@pytest.mark.parametrize("preset", [hesscale.AdaGGNMC, hesscale.AdaHessian])
+def test_curvature_belongs_to_its_gradient(preset: type[hesscale.AdaGGNMC] | type[hesscale.AdaHessian]) -> None:
+    """After zero_grad() of the model and a plain backward, a pass adds to that gradient, not to earlier curvature."""
+    model = network()
+    optimizer = preset(model.parameters())
+
+    def curvatures(seed: int) -> list[Tensor]:
+        optimizer.backward(loss_of(model), generator=torch.Generator().manual_seed(seed))
+        return [p.curvature.clone() for p in model.parameters()]
+
+    first = curvatures(0)
+    model.zero_grad()
+    loss_of(model).backward()
+    assert_same(curvatures(0), first)
+    both = curvatures(1)
+    model.zero_grad()
+    second = curvatures(1)
+    torch.testing.assert_close(both, [a + b for a, b in zip(first, second, strict=True)])

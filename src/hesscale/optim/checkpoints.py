@@ -17,6 +17,7 @@ _ADOPTED = (
     "this is the state of another Adam: exp_avg and step are taken over with all options of its groups, the average of "
     "curvature begins afresh"
 )
+_OTHER = "this is the state of an optimizer that keeps {names}: only that of Adam and AdamW can be taken over"
 _AVERAGES = ("exp_avg", "exp_curvature")
 
 
@@ -47,13 +48,15 @@ def adopted(optimizer: Optimizer) -> Iterator[None]:
 
 
 def _translated(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """The same, with the state of another Adam in our terms."""
-    foreign = {key for key, one in state_dict["state"].items() if "exp_avg_sq" in one and "exp_curvature" not in one}
+    """The same, with the state of another Adam in our terms; ValueError if it is of another optimizer."""
+    foreign = {key: one for key, one in state_dict["state"].items() if one and "exp_curvature" not in one}
     if not foreign:
         return state_dict
+    for one in foreign.values():
+        if not {"step", "exp_avg", "exp_avg_sq"} <= one.keys():
+            raise ValueError(_OTHER.format(names=", ".join(one)))
     warnings.warn(_ADOPTED, stacklevel=7)
-    states = {key: _from_adam(one) if key in foreign else one for key, one in state_dict["state"].items()}
-    return {**state_dict, "state": states}
+    return {**state_dict, "state": {**state_dict["state"], **{key: _from_adam(one) for key, one in foreign.items()}}}
 
 
 def _from_adam(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -34,37 +34,30 @@ _ALONE = (
 
 def refuse_bad_options(group: Mapping[str, Any], *, first: Mapping[str, Any]) -> None:
     """ValueError, with the value in it, unless the options of a group make sense, alone and beside the ``first``."""
-    lr, eps = group["lr"], group["eps"]
+    lr, betas, eps, decay = group["lr"], group["betas"], group["eps"], group["weight_decay"]
+    every, radius, scale = group["every"], group["trust_region"], group["scale"]
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ValueError(f"lr as a tensor must have one element, not shape {tuple(lr.shape)}")
-    if not lr >= 0.0:
-        raise ValueError(f"lr must not be negative: {lr}")
-    if not eps >= 0.0:
-        raise ValueError(f"eps must not be negative: {eps}")
-    if not all(0.0 <= beta < 1.0 for beta in group["betas"]):
-        raise ValueError(f"both betas must lie in [0, 1): {group['betas']}")
-    if not group["weight_decay"] >= 0.0:
-        raise ValueError(f"weight_decay must not be negative: {group['weight_decay']}")
-    if not isinstance(group["every"], int) or group["every"] < 1:
-        raise ValueError(f"every must be a whole number of steps, 1 or more: {group['every']}")
-    if group["trust_region"] is not None and not group["trust_region"] > 0.0:
-        raise ValueError(f"trust_region must be positive or None: {group['trust_region']}")
-    if group["trust_region"] != first["trust_region"]:
-        raise ValueError("trust_region bounds the step of all groups together: it cannot differ between them")
-    _refuse_bad_combinations(group)
-
-
-def _refuse_bad_combinations(group: Mapping[str, Any]) -> None:
-    if group["scale"] not in SCALES:
-        raise ValueError(f"unknown scale {group['scale']!r}: choose one of {', '.join(map(repr, SCALES))}")
-    if group["eps_inside_root"] and group["scale"] != "rms":
-        raise ValueError(f"eps_inside_root needs a root: scale='rms', not {group['scale']!r}")
-    if group["fused"] and group["foreach"]:
-        raise ValueError("choose one of fused=True and foreach=True")
-    if group["differentiable"] and (group["fused"] or group["foreach"]):
-        raise ValueError("differentiable=True runs as a loop: leave fused and foreach alone")
-    if group["capturable"] and group["every"] != 1:
-        raise ValueError("a captured step is the same each time: capturable=True needs every=1")
+    rows = (
+        (lr >= 0.0, f"lr must not be negative: {lr}"),
+        (eps >= 0.0, f"eps must not be negative: {eps}"),
+        (all(0.0 <= beta < 1.0 for beta in betas), f"both betas must lie in [0, 1): {betas}"),
+        (decay >= 0.0, f"weight_decay must not be negative: {decay}"),
+        (isinstance(every, int) and every >= 1, f"every must be a whole number of steps, 1 or more: {every}"),
+        (radius is None or radius > 0.0, f"trust_region must be positive or None: {radius}"),
+        (radius == first["trust_region"], "trust_region bounds the step of all groups together: it cannot differ"),
+        (scale in SCALES, f"unknown scale {scale!r}: choose one of {', '.join(map(repr, SCALES))}"),
+        (scale == "rms" or not group["eps_inside_root"], f"eps_inside_root needs a root: scale='rms', not {scale!r}"),
+        (not (group["fused"] and group["foreach"]), "choose one of fused=True and foreach=True"),
+        (
+            not (group["differentiable"] and (group["fused"] or group["foreach"])),
+            "differentiable=True runs as a loop: leave fused and foreach alone",
+        ),
+        (not group["capturable"] or every == 1, "a captured step is the same each time: capturable=True needs every=1"),
+    )
+    for is_fine, message in rows:
+        if not is_fine:
+            raise ValueError(message)
 
 
 def refuse_alone() -> None:

@@ -268,7 +268,7 @@ class CurvatureScaled(Optimizer):
         if bad and not hasattr(self, "found_inf"):
             raise RuntimeError(f"{bad}; nothing was changed")
         if bad:
-            warnings.warn(f"{bad}, under the loss scale: step skipped; use a lower scale", stacklevel=5)
+            warnings.warn(f"{bad}, under the loss scale: step skipped; use a lower scale", stacklevel=6)
         return not bad
 
     def _move(self, forms: Sequence[Form]) -> None:
