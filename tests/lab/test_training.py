@@ -91,7 +91,9 @@ def test_losses_include_the_l2_term_and_curvature_does_not(tmp_path: Path) -> No
 SLOW = """
 import sys, time
 from pathlib import Path
+import torch
 from hesscale_lab.training import Settings, train
+torch.set_num_threads(1)  # as here: matrix products of torch round differently on two
 train(Settings(*eval(sys.argv[1])), Path(sys.argv[2]), watch=lambda progress: time.sleep(0.3))
 """
 
