@@ -265,3 +265,9 @@ def test_diagonals_by_name() -> None:
 def test_transforms_of_torch_func_are_refused() -> None:
     with pytest.raises(RuntimeError, match=r"torch\.func transforms"):
         torch.func.grad(lambda w: hesscale.diagonal(w.sin().pow(3).sum(), w)[0].sum())(torch.ones(3))
+
+
+def test_an_input_that_is_named_twice_counts_once() -> None:
+    w = leaf(2, 3)
+    hesscale.backward(bowl(w), inputs=[w, w])
+    assert_close(w.curvature, hesscale.diagonal(bowl(w), w)[0])

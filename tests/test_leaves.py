@@ -132,3 +132,39 @@ def test_no_curvature_is_kept_for_a_gradient_that_is_gone() -> None:
     w.grad = None
     del w.curvature
     assert watched() is None
+
+
+def test_a_gradient_that_somebody_keeps_says_nothing_of_the_next_one() -> None:
+    w = leaf(2, 3)
+    once = [hesscale.diagonal(bowl(w, seed), w)[0] for seed in range(2)]
+    kept = None
+    for _ in range(3):
+        w.grad = None
+        hesscale.backward(bowl(w, 0))
+        kept = w.grad  # that of the step before goes in the middle of this one
+        hesscale.backward(bowl(w, 1))
+        assert_close(w.curvature, once[0] + once[1])
+    assert kept is w.grad
+
+
+def test_a_pass_that_writes_nothing_clears_nothing() -> None:
+    """Neither ``diagonal`` nor one that fails; curvature without a gradient goes when another pass writes its own."""
+    w, v = leaf(2, 3), leaf(2, 3, seed=1)
+    hesscale.backward(bowl(w))
+    w.grad = None
+    hesscale.diagonal(bowl(v), v)
+    v.register_hook(lambda g: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        hesscale.backward(bowl(v))
+    assert w.curvature is not None
+    hesscale.backward(bowl(leaf(2, 3)))
+    assert w.curvature is None
+
+
+@pytest.mark.parametrize("attached", [False, True])
+def test_inference_mode_is_refused_before_anything_changes(attached: bool) -> None:
+    w = leaf(2, 3)
+    loss = hesscale.attach(bowl(w)) if attached else bowl(w)
+    with torch.inference_mode(), pytest.raises(RuntimeError, match="outside of it"):
+        loss.backward() if attached else hesscale.backward(loss)
+    assert w.grad is None and not hasattr(w, "curvature")

@@ -103,3 +103,26 @@ def test_circular_padding(dtype: torch.dtype) -> None:
     exact = x.detach().double().requires_grad_()
     found = [hesscale.diagonal(F.pad(v, (2, 2), mode="circular").pow(2).sum(), v)[0] for v in (x, exact)]
     torch.testing.assert_close(found[0].double(), found[1], rtol=1e-5, atol=0)
+
+
+GATHERED: dict[str, Callable[[Tensor], Tensor]] = {
+    "indexing": lambda x: x[torch.zeros(3000, dtype=torch.long)],
+    "take": lambda x: x.take(torch.zeros(3000, dtype=torch.long)),
+    "replicated padding": lambda x: F.pad(x.reshape(1, 1, 4), (1500, 1500), mode="replicate"),
+    "overlapping maxima": lambda x: F.max_pool1d(F.pad(x.reshape(1, 1, 4), (800, 800)), 800, 1),
+    "running maxima": lambda x: x.flip(0).cummax(0)[0].repeat(750),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("function", GATHERED.values(), ids=GATHERED.keys())
+def test_many_readers_of_one_element_are_added_in_single_precision(
+    function: Callable[[Tensor], Tensor], dtype: torch.dtype
+) -> None:
+    x = torch.arange(1.0, 5.0, dtype=dtype).requires_grad_()
+    exact = x.detach().double().requires_grad_()
+    y, z = function(x), function(exact)
+    s = torch.rand(y.shape, generator=torch.Generator().manual_seed(0))
+    (found,) = hesscale.diagonal(y, x, gradient=torch.zeros_like(y), curvature=s)
+    (expected,) = hesscale.diagonal(z, exact, gradient=torch.zeros_like(z), curvature=s.double())
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=0)

@@ -79,6 +79,9 @@ EXPRESSIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "a ratio": lambda x: x / (1 + x.abs()),
     "nested gates": lambda x: (x * torch.sigmoid(x)) * torch.tanh(x * torch.sigmoid(x)),
     "where": lambda x: torch.where(x > 0, x * x, x * torch.exp(x)),
+    "a mask": lambda x: x.masked_fill(x > 0, 0.5) * x,
+    "a loss of each element": lambda x: F.mse_loss(x, x.sin(), reduction="none"),
+    "a likelihood of each element": lambda x: F.binary_cross_entropy_with_logits(x, x * x, reduction="none"),
     "softplus of a gate": lambda x: x * torch.tanh(F.softplus(x)),
 }
 

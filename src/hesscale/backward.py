@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from .graph import edge_of, is_transformed
 from .plan import make_plan, method_named
 from .rules.fallback import fallback_named
-from .walk import Walk
+from .walk import INFERENCE, Walk
 
 _torch_backward = torch.autograd.backward  # torch's own, also while an optimizer is armed
 Tensors = Tensor | Sequence[Tensor]
@@ -188,6 +188,8 @@ def _check_start(y: Tensor, gradient: Tensor | None, curvature: Tensor | None) -
         raise TypeError(f"expected a tensor to start from, got {type(y).__name__}")
     if is_transformed(y):
         raise RuntimeError(_TRANSFORMED)
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError(INFERENCE)
     if not y.requires_grad:
         raise RuntimeError(_NO_GRAPH)
     for name, seed in (("gradient", gradient), ("curvature", curvature)):
@@ -222,4 +224,5 @@ def _arm(
     seeded = curvature is not None
     targets = None if inputs is None else [edge_of(tensor) for tensor in inputs]
     plan, graph = make_plan(y, way, outputs=outputs, seeded=seeded, targets=targets, fallback=fallback)
-    return Walk(plan, graph, curvature, starts_later=starts_later, writes_to=(inputs or ()) if writes else ())
+    unique = tuple({id(tensor): tensor for tensor in inputs or ()}.values()) if writes else ()
+    return Walk(plan, graph, curvature, starts_later=starts_later, writes_to=unique)

@@ -4,6 +4,7 @@ Names that torch does not document, and what happens without them. Needed, or th
 
 - ``Node.next_functions``, ``Node._input_metadata``, ``Node._saved_*``, ``Node.variable``: the graph itself
 - ``Engine.queue_callback``: writing curvature when torch has written gradients
+- ``TorchDispatchMode``, ``tree_map``: running a node of half precision in single precision
 - ``_current_graph_task_id``, ``_current_autograd_node``, ``_will_engine_execute_node``: which pass is running, where
   it starts and what it is going to write
 
@@ -31,6 +32,8 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 
 from .errors import COMPLEX
 
@@ -152,6 +155,30 @@ def call(node: Any, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]
     """Jᵀ grads, by the node's own backward formula: one tensor per input. Nothing is freed and no hook runs."""
     result = node(*grads) if callable(node) else node.apply(*_materialized(node, grads))
     return result if isinstance(result, tuple) else (result,)
+
+
+@final
+class _InSingle(TorchDispatchMode):
+    """Whatever an operation reads or is asked to make in half precision is in single precision."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map(_widened, (args, kwargs or {}))
+        return function(*args, **kwargs)
+
+
+def _widened(value: Any) -> Any:
+    if isinstance(value, Tensor) and value.dtype in LOW_PRECISION:
+        return value.float()
+    return torch.float32 if isinstance(value, torch.dtype) and value in LOW_PRECISION else value
+
+
+def call_in_single(node: Any, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    """As ``call``, for a node that works in half precision: its formula in single precision."""
+    kind: type = type(node)
+    for name in saved_names(kind):  # what has to be recomputed for them is recomputed as it was
+        getattr(node, name.replace("_raw", "", 1), None)
+    with _InSingle():  # type: ignore[no-untyped-call]
+        return call(node, grads)
 
 
 def _materialized(node: Any, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:

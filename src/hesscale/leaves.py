@@ -1,7 +1,8 @@
 """Where curvature is kept: in ``p.curvature``, for as long as the gradient it belongs to.
 
 A pass adds to what is there if ``p.grad`` is still the gradient that earlier passes have filled, and starts afresh if
-it is another one, or has been set to zero. Curvature whose gradient is gone is cleared by the next pass of any model.
+it is another one, or has been set to zero. Curvature whose gradient is gone is cleared when the next pass of any model
+writes its own.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ _ORPHANS: Final[list[tuple[dict[str, Any], weakref.ref[Tensor]]]] = []
 class _Mark(weakref.ref[Tensor]):
     """A gradient that some curvature belongs to. It knows the leaf's attributes, not the leaf, which may be swapped."""
 
-    __slots__ = ("attributes", "key", "version")
+    __slots__ = ("attributes", "curvature", "key", "version")
     attributes: dict[str, Any]
+    curvature: weakref.ref[Tensor]
     key: int
     version: int
 
@@ -34,12 +36,12 @@ _MARKS: Final[dict[int, _Mark]] = {}
 
 
 def _become_orphan(mark: Any) -> None:
-    _MARKS.pop(mark.key, None)
-    attributes = mark.attributes
-    curvature = attributes.get("curvature")
-    # if somebody beside the mark, this variable and the call holds them, the leaf lives
-    if isinstance(curvature, Tensor) and getrefcount(attributes) > 3:
-        _ORPHANS.append((attributes, weakref.ref(curvature)))
+    key: int = mark.key
+    if _MARKS.get(key) is mark:
+        del _MARKS[key]
+    # if somebody beside the mark and this call holds the attributes, the leaf lives
+    if getrefcount(mark.attributes) > 2:
+        _ORPHANS.append((mark.attributes, mark.curvature))
 
 
 def clear_orphans() -> None:
@@ -79,7 +81,8 @@ def add(leaf: Any, s: Tensor, *, to_old: bool, method: str | None = None) -> Non
         s.method = method  # type: ignore[attr-defined]
         if grad is not None:
             mark = _Mark(grad, _become_orphan)
-            mark.attributes, mark.key, mark.version = leaf.__dict__, id(grad), grad._version
+            mark.attributes, mark.curvature = leaf.__dict__, weakref.ref(s)
+            mark.key, mark.version = id(grad), grad._version
             _MARKS[mark.key] = mark
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .graph import LEAF, Edge, Graph, Link
-from .rules.calculus import added, differentiate, pull
+from .rules.calculus import View, added, differentiate, pull
 from .rules.families import Rule
 from .wiring import Wiring
 
@@ -95,15 +95,24 @@ def _trimmed(meetings: set[Link], places: list[int], wiring: Wiring) -> Region:
 
 
 def region_curvatures(
-    region: Region, graph: Graph, s: Tensor | None, g: Tensor | None, also: Set[Link] = frozenset()
+    region: Region,
+    graph: Graph,
+    s: Tensor | None,
+    g: Tensor | None,
+    *,
+    also: Set[Link] = frozenset(),
+    half: Set[int] = frozenset(),
 ) -> list[tuple[Link, Tensor | None]]:
-    """f'² s + f'' g at every source of the region, and at the edges inside it that ``also`` asks for."""
+    """f'² s + f'' g at every source of the region, and at the edges inside it that ``also`` asks for.
+
+    Nodes at places in ``half`` work in half precision.
+    """
     seed = s if s is not None else g
     if seed is None:
         return []
-    first = _pull_back(region, graph, torch.ones_like(seed))
+    first = _pull_back(region, graph, torch.ones_like(seed), half)
     with torch.enable_grad():
-        weighted = {} if g is None else _pull_back(region, graph, g)
+        weighted = {} if g is None else _pull_back(region, graph, g, half)
     sources = [graph.edge(link) for link in region.sources]
     ends = [node for node, _ in sources if node.name() != LEAF]
     sink = graph.nodes[region.places[0]]
@@ -116,13 +125,15 @@ def region_curvatures(
     return results
 
 
-def _pull_back(region: Region, graph: Graph, grad: Tensor) -> dict[Edge, Tensor]:
+def _pull_back(region: Region, graph: Graph, grad: Tensor, half: Set[int]) -> dict[Edge, Tensor]:
     """d(Σ grad·y) at every edge of the region."""
     arrived: dict[Edge, Tensor] = {(graph.nodes[region.places[0]], 0): grad}
-    for node in (graph.nodes[place] for place in region.places):
+    for place in region.places:
+        node = graph.nodes[place]
         if (node, 0) not in arrived:
             continue
-        for (child, nr), pulled in zip(node.next_functions, pull(node, arrived[node, 0]), strict=True):
+        seen = View(node) if place in half else node
+        for (child, nr), pulled in zip(node.next_functions, pull(seen, arrived[node, 0]), strict=True):
             if child is not None and pulled is not None:
                 edge = (child, nr)
                 arrived[edge] = arrived[edge] + pulled if edge in arrived else pulled

@@ -25,6 +25,7 @@ from .rules.calculus import View, widened
 from .rules.families import Curvatures, Rebuilt
 
 _TWO_LOSSES = "two attached losses meet in one backward pass: add the losses first, then attach their sum, once"
+INFERENCE = "torch.inference_mode() makes gradients that nothing can keep track of: run the backward pass outside of it"
 _RUNNING: Final[weakref.WeakValueDictionary[int, Walk]] = weakref.WeakValueDictionary()
 
 
@@ -87,7 +88,7 @@ class Walk:
         seen = View(node) if stop.place in self._half else node
         if stop.region is not None:
             found: Iterable[tuple[Link | None, Tensor | None]] = region_curvatures(
-                stop.region, graph, s[0], g[0], self._plan.targets
+                stop.region, graph, s[0], g[0], also=self._plan.targets, half=self._half
             )
         elif isinstance(stop.rule, Rebuilt):
             found = zip(stop.inputs, _walk_rebuilt(stop.rule, seen, s, g, self._plan.method), strict=True)
@@ -105,6 +106,8 @@ class Walk:
         """The first visit, at the root: looks at what is going to be written, and hooks the nodes behind it."""
         if graphs.NESTED.depth:
             return
+        if torch.is_inference_mode_enabled():
+            raise RuntimeError(INFERENCE)
         self._forget()
         plan = self._plan
         if self._starts_later:  # by whatever backward the user calls
@@ -133,7 +136,6 @@ class Walk:
         """Claims the running backward, and finds out how it computes."""
         self._refuse_second()
         graphs.when_backward_ends(self._finish)
-        leaves.clear_orphans()
         self.scope = nullcontext if graphs.is_plain_mode() else graphs.plain_mode
         self._is_recorded = torch.is_grad_enabled()
         has_graph = any(grad is not None and grad.requires_grad for grad in grads)
@@ -159,6 +161,8 @@ class Walk:
     def _finish(self) -> None:
         """Writes ``p.curvature`` wherever torch has written ``p.grad``."""
         taken = self._foreign_storages()
+        if self._arrivals:
+            leaves.clear_orphans()
         for arrival in self._arrivals:
             leaf, s = arrival.leaf, self._pending.get(arrival.link)
             if s is not None or leaf.grad is not None:

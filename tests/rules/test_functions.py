@@ -218,3 +218,27 @@ def test_coupled_writes_are_refused(size: int, dtype: torch.dtype) -> None:
     with pytest.raises(NotImplementedError, match="not element-wise"):
         hesscale.backward(coupled(x).float().square().sum())
     assert x.grad is None
+
+
+class Powers(torch.autograd.Function):
+    """Two outputs that are both read: x² and x³."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(x)
+        return x**2, x**3
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 2 * x * grads[0] + 3 * x**2 * grads[1]
+
+
+@pytest.mark.parametrize("size", [3, 5000])  # the latter is too large to go through one by one
+def test_several_outputs_are_transported_one_by_one(size: int) -> None:
+    x = randn(size)
+    u, v = Powers.apply(x)
+    (found,) = hesscale.diagonal(u.square().sum() + v.square().sum(), x, missing="exact")
+    x2, x3 = x.detach() ** 2, x.detach() ** 3
+    transport = (2 * x.detach()) ** 2 * 2 + (3 * x2) ** 2 * 2
+    torch.testing.assert_close(found, transport + 2 * (2 * x2) + 6 * x.detach() * (2 * x3), rtol=1e-10, atol=1e-10)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Final, final
+from typing import Any, final
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from ..graph import LOW_PRECISION, Edge, call, nested_gradient, on_arrival
+from ..graph import LOW_PRECISION, Edge, call, call_in_single, nested_gradient, on_arrival
 
 
 @final
@@ -37,61 +37,18 @@ def widened(value: Any) -> Any:
 
 
 def pull(node: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Jᵀ grads, one tensor per input of the node, in the precision of ``grads``. Nothing is freed and no hook runs."""
-    raw = node.node if isinstance(node, View) else node
-    try:
-        found = call(raw, grads)
-    except (RuntimeError, NotImplementedError):
-        if _half_of(raw) is None:
-            raise
-        return _pull_in_parts(raw, grads)  # a kernel that insists on its own dtype
+    """Jᵀ grads, one tensor per input of the node. Nothing is freed and no hook runs.
+
+    A node in half precision, seen by a ``View``, computes in single: sums of many terms would lose them otherwise.
+    """
+    is_half = isinstance(node, View)
+    found = call_in_single(node.node, grads) if is_half else call(node, grads)
     for entry in found:
-        if entry is not None and entry.dtype in LOW_PRECISION:
-            return _pull_in_parts(raw, grads)  # one that casts silently
+        if entry is not None and entry.dtype in LOW_PRECISION and not is_half:  # it was a cast
+            return pull(View(node), *grads)
         if entry is not None and entry.is_sparse:
             return tuple(t.to_dense() if t is not None and t.is_sparse else t for t in found)
     return found
-
-
-def _half_of(node: Any) -> torch.dtype | None:
-    """The half precision that a node's outputs or inputs are in, if any."""
-    metadata = [*node._input_metadata]
-    metadata += [child._input_metadata[nr] for child, nr in node.next_functions if child is not None]
-    return next((tensor.dtype for tensor in metadata if tensor.dtype in LOW_PRECISION), None)
-
-
-def _pull_in_parts(node: Any, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    """The same where grads must pass through half precision: J is linear, so they are pulled a few digits at a time.
-
-    As whole numbers so small that half precision holds the sum of sixteen of them exactly, times a common scale.
-    """
-    kind = _half_of(node)
-    assert kind is not None
-    dtype, largest = node._input_metadata[0].dtype, _LARGEST[kind]
-    total: tuple[Tensor | None, ...] = ()
-    rest = list(grads)
-    for _ in range(_MOST_PARTS):
-        scale = max((float(t.abs().max()) for t in rest if t is not None and t.numel()), default=0.0) / largest
-        if total and not scale:
-            break
-        parts = [None if t is None else (t / (scale or 1.0)).round_() for t in rest]
-        rest = [_remainder(t, part, scale, whole) for t, part, whole in zip(rest, parts, grads, strict=True)]
-        found = call(node, [None if part is None else part.to(dtype) for part in parts])
-        found = tuple(None if t is None else widened(t) * scale for t in found)
-        total = tuple(map(added, total, found)) if total else found
-    return total
-
-
-_LARGEST: Final = {torch.float16: 128, torch.bfloat16: 16}
-_MOST_PARTS: Final = 64  # all that float32 spans
-
-
-def _remainder(rest: Tensor | None, part: Tensor | None, scale: float, whole: Tensor | None) -> Tensor | None:
-    """What is left of ``rest`` without ``part``, as far as it matters beside ``whole``."""
-    if rest is None or part is None or whole is None:
-        return None
-    left = rest - part * scale
-    return left.masked_fill_(left.abs() <= whole.abs() * 2**-25, 0.0)
 
 
 def pull_weighted(node: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:

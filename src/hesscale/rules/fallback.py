@@ -48,6 +48,14 @@ class ByAutograd(Rule):
         ]
 
     def _transports(self, node: Any, s: Curvatures) -> Curvatures:
+        transports: Curvatures = [None] * len(node.next_functions)
+        for i, entry in enumerate(s):  # one output at a time: an element may feed several, each on its own
+            if entry is not None:
+                found = self._transport(node, [entry if i == j else None for j in range(len(s))])
+                transports = [added(total, one) for total, one in zip(transports, found, strict=True)]
+        return transports
+
+    def _transport(self, node: Any, s: Curvatures) -> Curvatures:
         slopes = separate_slopes(node, s)
         if slopes is not None:
             pairs = zip(slopes, pull(node, *s), strict=True)

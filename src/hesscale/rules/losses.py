@@ -107,14 +107,14 @@ def multi_margin(node: Any, s: Tensor | None, g: Tensor | None) -> Tensor | None
     return added(transport, residual.reshape(node._saved_self.shape))
 
 
-register(Elementwise(squared, pointwise=False), "MseLossBackward0")
-register(Elementwise(smooth_l1, pointwise=False), "SmoothL1LossBackward0")
-register(Elementwise(huber, pointwise=False), "HuberLossBackward0")
-register(Elementwise(binary_cross_entropy, linear=((1,),), pointwise=False), "BinaryCrossEntropyBackward0")
+register(Elementwise(squared), "MseLossBackward0")
+register(Elementwise(smooth_l1), "SmoothL1LossBackward0")
+register(Elementwise(huber), "HuberLossBackward0")
+register(Elementwise(binary_cross_entropy, linear=((1,),)), "BinaryCrossEntropyBackward0")
 register(
-    Elementwise(binary_cross_entropy_with_logits, linear=((1,),), pointwise=False),
+    Elementwise(binary_cross_entropy_with_logits, linear=((1,),)),
     "BinaryCrossEntropyWithLogitsBackward0",
 )
-register(Elementwise(soft_margin, pointwise=False), "SoftMarginLossBackward0")
+register(Elementwise(soft_margin), "SoftMarginLossBackward0")
 register(Coupled(margins), "MultilabelMarginLossBackward0")
 register(Coupled(multi_margin), "MultiMarginLossBackward0")

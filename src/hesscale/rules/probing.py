@@ -21,7 +21,7 @@ def separate_slopes(node: Any, like: Curvatures) -> Curvatures | None:
     Then Jᵀa = c∘a up to the places of a, and c∘(c∘a²) = (c∘a)²; None if that does not hold.
     """
     slopes = pull(node, *[None if t is None else torch.ones_like(t) for t in like])
-    for vectors in zip(*map(_probes, like), strict=True):
+    for vectors in zip(*(_probes(t, i) for i, t in enumerate(like)), strict=True):
         squares = pull(node, *[None if v is None else v * v for v in vectors])
         for slope, square, once in zip(slopes, squares, pull(node, *vectors), strict=True):
             if (
@@ -47,15 +47,18 @@ def diagonal_of(hessian: Callable[[Tensor], Tensor | None], like: Tensor) -> Ten
     return total
 
 
-def _probes(like: Tensor | None) -> Iterator[Tensor | None]:
-    """Two vectors of ±2⁰ … ±2⁻⁴, in which no two of the first ten elements, and hardly any two others, are equal."""
+def _probes(like: Tensor | None, output: int = 0) -> Iterator[Tensor | None]:
+    """Two vectors of ±2⁰ … ±2⁻⁴, in which no two of the first ten elements, and hardly any two others, are equal.
+
+    Those of several outputs differ from each other, place by place.
+    """
     if like is None:
         yield from (None, None)
         return
-    generator = torch.Generator(like.device).manual_seed(0)
+    generator = torch.Generator(like.device).manual_seed(output)
     count = like.numel()
     for kind in (
-        torch.arange(count, device=like.device) % 10,
+        (torch.arange(count, device=like.device) + 3 * output) % 10,
         torch.randint(10, (count,), generator=generator, device=like.device),
     ):
         yield (torch.where(kind < 5, 1.0, -1.0) * torch.exp2(-(kind % 5).float())).to(like).reshape(like.shape)

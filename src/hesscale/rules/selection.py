@@ -56,6 +56,7 @@ register(
 )
 # the same element at the same place
 register(Selection(pointwise=True), "AliasBackward0", "AliasBackward0_copy", "CloneBackward0")
+register(Selection(pointwise=True), "MaskedFillBackward0", "MaskedFillBackward1")
 # picking elements by index
 register(
     Selection(),
@@ -103,8 +104,6 @@ register(
     "IndexFillBackward0",
     "IndexFillBackward1",
     "IndexPutBackward0",
-    "MaskedFillBackward0",
-    "MaskedFillBackward1",
     "MaskedScatterBackward0",
     "MaxPool2DWithIndicesBackwardBackward0",
     "PutBackward0",
