@@ -3,10 +3,6 @@
 Replicated parameters (DDP) are averaged once per step, whatever the number of micro-batches. Parameters sharded by
 ``fully_shard`` leave each backward pass with curvature on the whole parameter, which is averaged and cut into shards
 at the end of that pass.
-
-Of FSDP2 it uses names that torch does not document: ``_get_fsdp_state``, its parameter groups and what they know of a
-parameter (``sharded_param``, ``_unsharded_param``, ``unsharded_accumulated_grad``); and ``_module_state_mapping``, to
-find sharded modules without being told, without which ``synchronize`` has to be called.
 """
 
 from __future__ import annotations
@@ -19,7 +15,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .graph import LOW_PRECISION, running_backward, when_backward_ends
+from .graph import (
+    LOW_PRECISION,
+    has_gradient,
+    running_backward,
+    sharded_modules,
+    shards_of,
+    tensors_in,
+    when_backward_ends,
+    whole_of,
+)
 from .rules import RULES
 from .rules.families import Coupled
 
@@ -47,7 +52,7 @@ def synchronize(optimizer: Optimizer, model: nn.Module, *, group: Any = None) ->
     needed. ``group``: the processes that hold copies of the model; by default those of DDP, or all. Afterwards
     ``optimizer.backward(loss)`` and ``optimizer.attach(loss).backward()`` work as in one process.
     """
-    sharded = [module for module in model.modules() if _parameters_of(module)]
+    sharded = [module for module in model.modules() if shards_of(module)]
     if sharded:
         _watch(sharded)
         optimizer.register_curvature_hook(lambda _: None)
@@ -125,30 +130,11 @@ def watch_shards(params: Iterable[Tensor]) -> bool:
     if not params or not all(hasattr(p, "to_local") for p in params):
         return False
     wanted = {*map(id, params)}
-    found = {module: {*map(id, module.parameters())} & wanted for module in _sharded_modules()}
+    found = {module: {*map(id, module.parameters())} & wanted for module in sharded_modules()}
     if set().union(*found.values()) != wanted:
         return False
     _watch(module for module, own in found.items() if own)
     return True
-
-
-def _sharded_modules() -> list[nn.Module]:
-    """All modules that ``fully_shard`` was called on, in the order of these calls."""
-    try:
-        from torch.distributed._composable_state import _module_state_mapping
-    except ImportError:
-        return []
-    return [module for module in _module_state_mapping if _parameters_of(module)]
-
-
-def _parameters_of(module: nn.Module) -> list[Any]:
-    """What FSDP2 knows of each parameter it has sharded as this module's: ``sharded_param`` is the optimizer's."""
-    if not hasattr(module, "_get_fsdp_state"):
-        return []
-    known: Any = module
-    state = known._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-    return [parameter for each in groups if each is not None for parameter in each.fsdp_params]
 
 
 _WATCHED: Final[WeakSet[nn.Module]] = WeakSet()
@@ -164,7 +150,7 @@ def _watch(modules: Iterable[nn.Module]) -> None:
 
 def _await_backward(module: nn.Module, inputs: Any, output: Any) -> None:
     """A forward hook: the gradient that comes back to ``output`` is the sign that a backward pass meets the module."""
-    for tensor in _tensors(output):
+    for tensor in tensors_in(output):
         if tensor.requires_grad:
             tensor.register_hook(lambda gradient: _PASS.meet(module))
 
@@ -182,8 +168,8 @@ class _Pass:
             self.task, self.modules = running_backward(), {}
         if module in self.modules:
             return
-        for parameter in _parameters_of(module):
-            if not _has_gradient(parameter):
+        for parameter in shards_of(module):
+            if not has_gradient(parameter):
                 parameter.sharded_param.curvature = None
         if not self.modules:
             # the pass that writes curvature may queue itself after us, hence once more
@@ -192,32 +178,17 @@ class _Pass:
 
     def finish(self) -> None:
         modules, self.modules = self.modules, {}
-        _reduce_shards([parameter for module in modules for parameter in _parameters_of(module)])
+        _reduce_shards([parameter for module in modules for parameter in shards_of(module)])
 
 
 _PASS: Final = _Pass()
-
-
-def _has_gradient(parameter: Any) -> bool:
-    """Whether a gradient is there to add to: sharded, or still whole (``set_requires_gradient_sync(False)``)."""
-    whole = getattr(parameter, "_unsharded_param", None)
-    return (
-        parameter.sharded_param.grad is not None
-        or getattr(parameter, "unsharded_accumulated_grad", None) is not None
-        or (whole is not None and whole.grad is not None)
-    )
-
-
-def _tensors(output: Any) -> list[Tensor]:
-    leaves, _ = torch.utils._pytree.tree_flatten(output)
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 def _reduce_shards(sharded: Sequence[Any]) -> None:
     """Moves curvature from whole parameters to shards, averaged: one reduce-scatter per message."""
     groups: dict[Any, list[Any]] = {}
     for parameter in sharded:
-        if _curvature(getattr(parameter, "_unsharded_param", None)) is not None:  # type: ignore[arg-type]
+        if _curvature(whole_of(parameter)) is not None:
             p = parameter.sharded_param
             groups.setdefault((p.device_mesh, p.placements, p.dtype), []).append(parameter)
     for (mesh, placements, _), parameters in groups.items():
@@ -230,7 +201,7 @@ def _reduce_scatter(mesh: Any, placements: Sequence[Any], parameters: Sequence[A
     dim, size = placements[over].dim, mesh.size(over)
     rows: list[list[Tensor]] = [[] for _ in range(size)]
     for parameter in parameters:
-        whole = parameter._unsharded_param.curvature.to(_wide(parameter.sharded_param))
+        whole = whole_of(parameter).curvature.to(_wide(parameter.sharded_param))
         chunks = list(whole.chunk(size, dim))
         for row, index in zip(rows, range(size), strict=True):
             row.append(_padded(chunks[index] if index < len(chunks) else None, chunks[0]))
@@ -244,8 +215,8 @@ def _reduce_scatter(mesh: Any, placements: Sequence[Any], parameters: Sequence[A
     shard /= mesh.size()
     lengths = [part.numel() for part in rows[0]]
     for parameter, part in zip(parameters, shard.split(lengths), strict=True):
-        method = getattr(parameter._unsharded_param.curvature, "method", None)
-        parameter._unsharded_param.curvature = None
+        method = getattr(whole_of(parameter).curvature, "method", None)
+        whole_of(parameter).curvature = None
         _add_shard(parameter.sharded_param, part, method)
 
 
