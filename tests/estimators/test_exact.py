@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import hesscale
-from hesscale.estimators import ESTIMATORS, passes
+from hesscale.estimators import ESTIMATORS, batched_vjp
 
 from . import reference
 from .cases import BY_NAME, CASES, Case, mlp, numbers
@@ -42,7 +42,7 @@ def test_ggn_from_the_side_of_the_parameters() -> None:
 @pytest.mark.parametrize("method", ["hessian", "ggn"])
 def test_small_chunks_change_nothing(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = estimate(method, BY_NAME["cnn"])
-    monkeypatch.setattr(passes, "_ELEMENTS_AT_ONCE", 1000)
+    monkeypatch.setattr(batched_vjp, "_ELEMENTS_AT_ONCE", 1000)
     torch.testing.assert_close(estimate(method, BY_NAME["cnn"]), whole, **TIGHT)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .passes import chunks, pulled_back, recorded, unit_vectors
+from .batched_vjp import chunks, pulled_back, recorded, unit_vectors
 from .problem import Problem, output_tensors
 
 

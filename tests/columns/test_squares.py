@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import hesscale
-from hesscale.optim import per_example
+from hesscale.columns import squares
 
-from .small import random
+from ..optim.small import random
 
 N = 4
 
@@ -177,7 +177,18 @@ CASES = {
             lambda self, first, second, x: second(second(first(x)).tanh()), nn.Linear(3, 2), nn.Linear(2, 2)
         ),
         lambda: random(N, 3),
-        batch=("modules_.1.weight", "modules_.1.bias"),
+    ),
+    "tied": Case(
+        lambda: Lambda(lambda self, own, x: own(x).tanh() @ own.weight.t(), nn.Embedding(5, 3)), lambda: tokens(N, 6)
+    ),
+    "slices of one": Case(
+        lambda: Lambda(lambda self, x: (x @ self.w[:3]).tanh() @ self.w[2:5].t() + self.w.sum(1)[:3], w=random(6, 2)),
+        lambda: random(N, 3),
+        batch=("w",),  # a sum is no view of it
+    ),
+    "chunks of one": Case(
+        lambda: Lambda(lambda self, x: (x @ self.w.chunk(2)[0]).tanh() @ self.w.chunk(2)[1].t(), w=random(6, 2)),
+        lambda: random(N, 3),
     ),
     # as many rows as examples, but these rows are no examples
     "product of weights": Case(
@@ -198,7 +209,14 @@ CASES = {
     "recurrent": Case(
         lambda: Lambda(lambda self, cell, head, x: head(cell(x)[0]), nn.GRU(3, 3, batch_first=True), nn.Linear(3, 2)),
         lambda: random(N, 3, 3),
-        batch=tuple(f"modules_.0.{name}_l0" for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")),
+    ),
+    "lstm": Case(
+        lambda: Lambda(lambda self, own, x: own(x)[0][:, -1], nn.LSTM(3, 2, 2, batch_first=True, bidirectional=True)),
+        lambda: random(N, 3, 3),
+    ),
+    "convolution used twice": Case(
+        lambda: Lambda(lambda self, conv, x: conv(conv(x).tanh()).flatten(1), nn.Conv2d(2, 2, 3, padding=1)),
+        lambda: random(N, 2, 4, 4),
     ),
 }
 
@@ -219,9 +237,9 @@ def test_squares_are_summed_example_by_example(name: str) -> None:
     assert_same(ours(model, x), expected | {name: batch[name] for name in CASES[name].batch})
 
 
-@pytest.mark.parametrize("name", ["conv2d", "transposed", "sequence"])
+@pytest.mark.parametrize("name", ["conv2d", "transposed", "sequence", "tied", "shared", "recurrent"])
 def test_gradients_of_examples_are_made_in_parts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(per_example, "_ELEMENTS", 50)
+    monkeypatch.setattr(squares, "_ELEMENTS", 50)
     model, x = made(name)
     assert_same(ours(model, x), one_by_one(model, x))
 

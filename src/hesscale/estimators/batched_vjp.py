@@ -9,19 +9,24 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ..graph import Edge, edge_of
 from .problem import Problem
 
 _ELEMENTS_AT_ONCE = 2**24  # 128 MiB of float64 for what the passes of one chunk write, before temporaries
 
 
-def pulled_back(outputs: Sequence[Tensor], inputs: Sequence[Tensor], vectors: Sequence[Tensor]) -> list[Tensor]:
+Output = Tensor | Edge
+
+
+def pulled_back(outputs: Sequence[Output], inputs: Sequence[Tensor], vectors: Sequence[Tensor]) -> list[Tensor]:
     """Jᵀv for k vectors v at once: [k, *shape] for each input, zeros where no output depends on it.
 
-    ``vectors`` holds one tensor [k, *shape] per output. The graph is kept.
+    ``outputs`` are tensors or edges of the graph, ``vectors`` holds one tensor [k, *shape] for each. The graph is kept.
     """
-    pairs = [(y, v) for y, v in zip(outputs, vectors, strict=True) if y.requires_grad]
+    pairs = [(y, v) for y, v in zip(map(_as_output, outputs), vectors, strict=True) if y is not None]
     count = len(vectors[0])
     found: Sequence[Tensor | None] = [None] * len(inputs)
     if pairs:
@@ -30,7 +35,13 @@ def pulled_back(outputs: Sequence[Tensor], inputs: Sequence[Tensor], vectors: Se
     return [x.new_zeros(count, *x.shape) if rows is None else rows for rows, x in zip(found, inputs, strict=True)]
 
 
-def _batched(ys: Sequence[Tensor], xs: Sequence[Tensor], vs: Sequence[Tensor]) -> Sequence[Tensor | None]:
+def _as_output(y: Output) -> GradientEdge | None:
+    if not isinstance(y, Tensor):
+        return GradientEdge(*y)
+    return GradientEdge(*edge_of(y)) if y.requires_grad else None
+
+
+def _batched(ys: Sequence[GradientEdge], xs: Sequence[Tensor], vs: Sequence[Tensor]) -> Sequence[Tensor | None]:
     try:
         return torch.autograd.grad(ys, xs, vs, retain_graph=True, allow_unused=True, is_grads_batched=True)
     except RuntimeError:
@@ -38,7 +49,7 @@ def _batched(ys: Sequence[Tensor], xs: Sequence[Tensor], vs: Sequence[Tensor]) -
         return _one_by_one(ys, xs, vs)
 
 
-def _one_by_one(ys: Sequence[Tensor], xs: Sequence[Tensor], vs: Sequence[Tensor]) -> Sequence[Tensor | None]:
+def _one_by_one(ys: Sequence[GradientEdge], xs: Sequence[Tensor], vs: Sequence[Tensor]) -> Sequence[Tensor | None]:
     rows = [torch.autograd.grad(ys, xs, v, retain_graph=True, allow_unused=True) for v in zip(*vs, strict=True)]
     return [None if column[0] is None else torch.stack(column) for column in zip(*rows, strict=True)]
 
