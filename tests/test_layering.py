@@ -15,6 +15,7 @@ LAYERS = (
     "graph",
     "fast",
     "wiring",
+    "double_backward",
     "rules",
     "regions",
     "columns",  # beside the walk, not on it: backward seeds them, estimators and optimizers draw them

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..double_backward import refuse_wrong_derivatives
+
 Found = list[Tensor | None]
 
 
@@ -26,6 +28,7 @@ def hutchinson(
     many probes memory has room for. ``spatial_average``: kernels of 2-d convolutions get the mean of |v ∘ Hv| over
     their two spatial dimensions, as in AdaHessian (Yao et al. 2021).
     """
+    refuse_wrong_derivatives(loss)
     gradients = torch.autograd.grad(loss, params, create_graph=True, allow_unused=True)
     reached = [(p, g) for p, g in zip(params, gradients, strict=True) if g is not None]
     totals = [torch.zeros_like(p, requires_grad=False) for p, _ in reached]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -49,11 +49,10 @@ def estimate(
     Nothing is left behind: no ``.grad``, no ``.curvature``, buffers and torch's own generators as they were. Dropout in
     training mode uses the mask that the next forward pass would use.
     """
-    if method not in ESTIMATORS:
-        raise ValueError(f"unknown method {method!r}: choose one of {', '.join(map(repr, ESTIMATORS))}")
+    _check_method(method, "estimate(method, model, loss_fn, batch)")
     if samples < 1:
         raise ValueError(f"samples must be at least 1, not {samples}")
-    inputs, targets = batch
+    inputs, targets = _pair(batch)
     chosen = chosen_parameters(model, params)
     problem = Problem(model, loss_fn, inputs, targets, chosen, samples, _fresh() if generator is None else generator)
     with without_traces(model):
@@ -65,27 +64,30 @@ def estimate(
 
 
 def estimate_over(
-    loader: Iterable[tuple[Any, Any]],
     method: str,
     model: nn.Module,
     loss_fn: LossFunction,
+    loader: Iterable[tuple[Any, Any]],
     *,
     params: Sequence[str] | None = None,
     samples: int = 1,
     generator: torch.Generator | None = None,
+    size: Callable[[Any], int] | None = None,
     progress: Callable[[int], None] = lambda done: None,
 ) -> dict[str, Tensor]:
-    """The mean of ``estimate`` over the batches of ``loader``, each weighted by its number of targets.
+    """The mean of ``estimate`` over the batches of ``loader``, each weighted by its number of examples.
 
-    For a ``loss_fn`` that averages over examples this is the estimate for the whole data set's mean loss.
-    ``progress`` is told how many batches are done.
+    For a ``loss_fn`` that averages over examples this is the estimate for the whole data set's mean loss. ``size``
+    says how many examples a batch has; without it, it is the length of the tensors in the targets (or in the inputs, if
+    there are none), however deep in tuples and mappings. ``progress`` is told how many batches are done.
     """
+    _check_method(method, "estimate_over(method, model, loss_fn, loader)")
     generator = _fresh() if generator is None else generator
     totals: dict[str, Tensor] = {}
     count = 0
-    for done, (inputs, targets) in enumerate(loader, start=1):
-        found = estimate(method, model, loss_fn, (inputs, targets), params=params, samples=samples, generator=generator)
-        examples = len(targets)
+    for done, batch in enumerate(loader, start=1):
+        examples = _examples(*_pair(batch)) if size is None else size(batch)
+        found = estimate(method, model, loss_fn, batch, params=params, samples=samples, generator=generator)
         count += examples
         for name, s in found.items():
             totals[name] = totals[name].add_(s, alpha=examples) if name in totals else s * examples
@@ -93,6 +95,42 @@ def estimate_over(
     if not count:
         raise ValueError("the loader gave no examples")
     return {name: total / count for name, total in totals.items()}
+
+
+def _check_method(method: Any, call: str) -> None:
+    if not isinstance(method, str):
+        raise TypeError(f"call {call}: the method's name comes first, not a {type(method).__name__}")
+    if method not in ESTIMATORS:
+        raise ValueError(f"unknown method {method!r}: choose one of {', '.join(map(repr, ESTIMATORS))}")
+
+
+def _pair(batch: Any) -> tuple[Any, Any]:
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+        length = f" of length {len(batch)}" if isinstance(batch, (tuple, list)) else ""
+        raise TypeError(
+            f"a batch must be a pair (inputs, targets), not a {type(batch).__name__}{length}; for batches b that hold "
+            "both, pass (b, b['labels']): a mapping becomes named arguments of the model"
+        )
+    return batch[0], batch[1]
+
+
+def _examples(inputs: Any, targets: Any) -> int:
+    """The length that all tensors of the targets have in common, or those of the inputs if there are none."""
+    lengths = set(_lengths(targets)) or set(_lengths(inputs))
+    if len(lengths) != 1:
+        raise ValueError(
+            f"how many examples has a batch whose tensors have the lengths {sorted(lengths)}? Say so: size=..., a "
+            "function of the batch"
+        )
+    return lengths.pop()
+
+
+def _lengths(values: Any) -> Iterator[int]:
+    if isinstance(values, Tensor):
+        yield from values.shape[:1]
+    elif isinstance(values, (Mapping, tuple, list)):
+        for value in values.values() if isinstance(values, Mapping) else values:
+            yield from _lengths(value)
 
 
 def _fresh() -> torch.Generator:
