@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .backward import diagonal
+from .columns.dial import Rank
 from .double_backward import refuse_wrong_derivatives, unfused
 from .double_backward import twice_differentiable as twice_differentiable
 
@@ -98,12 +99,14 @@ def compare_with_exact(
     *,
     entries: int = 50,
     method: str = "hesscale",
+    rank: Rank = 0,
     seed: int = 0,
 ) -> dict[str, Comparison]:
     """By parameter name, how close the estimated curvature is to the exact one at ``entries`` random places.
 
     ``batch`` is (inputs, targets). Each place costs one Hessian-vector product, on the math kernels of attention, since
-    the fused ones cannot be differentiated twice. Dropout draws the same numbers in both passes.
+    the fused ones cannot be differentiated twice. Dropout draws the same numbers in both passes. ``rank`` as in
+    ``hesscale.backward``.
     """
     inputs, targets = batch
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -114,7 +117,8 @@ def compare_with_exact(
         return loss_fn(model(inputs), targets)
 
     with unfused(model):
-        estimates = diagonal(loss(), list(named.values()), method=method)
+        signs = torch.Generator().manual_seed(seed)
+        estimates = diagonal(loss(), list(named.values()), method=method, rank=rank, generator=signs)
     with twice_differentiable(model):
         grads = torch.autograd.grad(loss(), list(named.values()), create_graph=True, allow_unused=True)
     generator = torch.Generator().manual_seed(seed)

@@ -43,8 +43,8 @@ class Curvature(ABC):
         """The leading eigenvectors of every block, each times the root of its eigenvalue; one at a time."""
 
     @abstractmethod
-    def diagonal(self) -> Tensor:
-        """The blocks' diagonals, [rows, entries]."""
+    def diagonal(self) -> tuple[Tensor, Tensor]:
+        """The blocks' diagonals [rows, entries], as magnitudes in memory of their own and signs to go with them."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,8 @@ class Categorical(Curvature):
             u[:, k] = others[:, k]
             yield u.mul_(self.q[:, k : k + 1].sqrt()).mul_(scale), sign
 
-    def diagonal(self) -> Tensor:
-        return spread(self.q, -1).mul_(self.a.unsqueeze(-1))
+    def diagonal(self) -> tuple[Tensor, Tensor]:
+        return spread(self.q, -1).mul_(self.a.abs().unsqueeze(-1)), self.a.sign().unsqueeze(-1)
 
 
 @dataclass(frozen=True)
@@ -98,8 +98,8 @@ class Diagonal(Curvature):
             h = self.h.gather(-1, own)
             yield torch.zeros_like(self.h).scatter_(-1, own, h.abs().sqrt()), h.sign().squeeze(-1)
 
-    def diagonal(self) -> Tensor:
-        return self.h.clone()
+    def diagonal(self) -> tuple[Tensor, Tensor]:
+        return self.h.abs(), self.h.sign()
 
 
 def _near(q: Tensor, generator: torch.Generator | None) -> Tensor:
@@ -259,7 +259,7 @@ _ROWS: dict[str, Callable[[Any, Tensor, Blocks], Curvature]] = {
 _OF_DIFFERENCES = ("MseLossBackward0", "HuberLossBackward0", "SmoothL1LossBackward0")
 
 
-def _blocks(node: Any, wanted: Sequence[torch.Size | None]) -> Blocks | None:
+def blocks_at(node: Any, wanted: Sequence[torch.Size | None]) -> Blocks | None:
     """What the node stands for in the table; None if nothing."""
     name = node.name()
     if name not in _ROWS or (name == "PowBackward0" and node._saved_exponent != 2):
@@ -298,7 +298,7 @@ def likelihoods_of(graph: Graph, wiring: Wiring) -> tuple[list[Likelihood], str 
         node, wanted = graph.nodes[place], wiring.wanted[place]
         if place not in reached or not any(shape is not None for shape in wanted):
             continue
-        own = _blocks(node, wanted) or _normal_of_two(node, wanted)
+        own = blocks_at(node, wanted) or _normal_of_two(node, wanted)
         if own is not None:
             found.append(own)
         elif node.name() in RULES and (RULES[node.name()].is_linear(wanted) or not any(wanted)):

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..columns.dial import Rank, checked_rank
 from .exact import ggn, hessian
 from .kfac import kfac
 from .problem import LossFunction, Problem, chosen_parameters, without_traces
@@ -38,6 +39,7 @@ def estimate(
     *,
     params: Sequence[str] | None = None,
     samples: int = 1,
+    rank: Rank = 0,
     generator: torch.Generator | None = None,
 ) -> dict[str, Tensor]:
     """The diagonal of ``loss_fn(model(inputs), targets)`` as ``method`` sees it, by parameter name.
@@ -45,6 +47,7 @@ def estimate(
     ``batch`` is (inputs, targets); a tuple of inputs becomes several arguments of the model, a mapping named ones.
     ``params`` names the parameters wanted, all that require grad if None. ``samples`` and ``generator`` matter to
     ``hutchinson``, ``ggn_mc`` and ``kfac``; without a generator every call draws afresh, and nobody can repeat it.
+    ``rank`` is for ``hesscale`` and ``hesscale_gn``, as in ``hesscale.backward``.
 
     Nothing is left behind: no ``.grad``, no ``.curvature``, buffers and torch's own generators as they were. Dropout in
     training mode uses the mask that the next forward pass would use.
@@ -52,9 +55,12 @@ def estimate(
     _check_method(method, "estimate(method, model, loss_fn, batch)")
     if samples < 1:
         raise ValueError(f"samples must be at least 1, not {samples}")
+    if checked_rank(rank) and method not in ("hesscale", "hesscale_gn"):
+        raise ValueError(f"rank= goes with 'hesscale' and 'hesscale_gn', not with {method!r}")
     inputs, targets = _pair(batch)
     chosen = chosen_parameters(model, params)
-    problem = Problem(model, loss_fn, inputs, targets, chosen, samples, _fresh() if generator is None else generator)
+    generator = _fresh() if generator is None else generator
+    problem = Problem(model, loss_fn, inputs, targets, chosen, samples, generator, rank)
     with without_traces(model):
         found = ESTIMATORS[method](problem)
     return {
@@ -71,6 +77,7 @@ def estimate_over(
     *,
     params: Sequence[str] | None = None,
     samples: int = 1,
+    rank: Rank = 0,
     generator: torch.Generator | None = None,
     size: Callable[[Any], int] | None = None,
     progress: Callable[[int], None] = lambda done: None,
@@ -87,7 +94,7 @@ def estimate_over(
     count = 0
     for done, batch in enumerate(loader, start=1):
         examples = _examples(*_pair(batch)) if size is None else size(batch)
-        found = estimate(method, model, loss_fn, batch, params=params, samples=samples, generator=generator)
+        found = estimate(method, model, loss_fn, batch, params=params, samples=samples, rank=rank, generator=generator)
         count += examples
         for name, s in found.items():
             totals[name] = totals[name].add_(s, alpha=examples) if name in totals else s * examples

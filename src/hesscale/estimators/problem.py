@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..columns.dial import Rank
 from ..columns.likelihoods import likelihoods_of
 from ..graph import Edge, edge_of, trace
 from ..wiring import behind, wire
@@ -29,6 +30,7 @@ class Problem:
     params: Mapping[str, Tensor]
     samples: int
     generator: torch.Generator
+    rank: Rank = 0
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:

@@ -13,8 +13,9 @@ from .problem import Problem, output_tensors, predictions
 
 
 def hesscale(problem: Problem) -> Sequence[Tensor | None]:
-    """HesScale (Elsayed & Mahmood 2022): transport and residual at every node."""
-    return diagonal(problem.loss(problem.outputs()), problem.tensors, method="hesscale")
+    """HesScale (Elsayed & Mahmood 2022): transport and residual at every node, with ``rank`` columns of the loss."""
+    loss = problem.loss(problem.outputs())
+    return diagonal(loss, problem.tensors, method="hesscale", rank=problem.rank, generator=problem.generator)
 
 
 def hesscale_gn(problem: Problem) -> Sequence[Tensor | None]:
@@ -25,7 +26,14 @@ def hesscale_gn(problem: Problem) -> Sequence[Tensor | None]:
     outputs = problem.outputs()
     loss, given = problem.loss(outputs), output_tensors(outputs)
     is_given = predictions(loss, outputs) == [edge_of(y) for y in given]
-    return diagonal(loss, problem.tensors, method="hesscale_gn", output=given if is_given else None)
+    return diagonal(
+        loss,
+        problem.tensors,
+        method="hesscale_gn",
+        output=given if is_given else None,
+        rank=problem.rank,
+        generator=problem.generator,
+    )
 
 
 def bl89(problem: Problem) -> Sequence[Tensor | None]:
