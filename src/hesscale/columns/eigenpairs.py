@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_ELEMENTS = 2**18
+_ELEMENTS = 2**16
 """Rows are solved this many numbers at a time, in double precision."""
 
 _STEPS = 40
@@ -31,14 +31,13 @@ class Root(NamedTuple):
 
 
 def leading_pairs(q: Tensor, rank: int) -> Iterator[Tensor]:
-    """√λ_j v_j, [rows, classes], for j = 1 … ``rank``, each in memory of its own. Zeros where λ_j = 0."""
+    """√λ_j v_j, [rows, classes], for j = 1 … ``rank``, all in the same memory. Zeros where λ_j = 0."""
     rank = min(rank, q.shape[-1] - 1)
     if rank < 1:
         return
     top, places = q.topk(rank + 1, -1)  # sorted
+    result, step = torch.empty_like(q), max(_ELEMENTS // q.shape[-1], 1)
     for j in range(rank):
-        result = torch.empty_like(q)
-        step = max(_ELEMENTS // q.shape[-1], 1)
         for start in range(0, len(q), step):
             rows = slice(start, start + step)
             result[rows] = _pair(q[rows].double(), top[rows].double(), places[rows], j)
@@ -77,17 +76,18 @@ def _solved(q: Tensor, high: Tensor, low: Tensor) -> Root:
     """
     gap = high - low
     safe = gap.where(gap > 0, 1.0)
-    middle, _, _ = _sides(q, Root(low, safe / 2))
-    pole = torch.where(middle > 0, low, high)
-    upper = middle <= 0  # λ is in the upper half, and its offset from ``high`` negative
+    upper = (q / (q - low).sub_(safe / 2)).sum(
+        -1, keepdim=True
+    ) <= 0  # λ is in the upper half, and counted from ``high``
+    pole = torch.where(upper, high, low)
     left, right = torch.where(upper, -safe / 2, 0.0), torch.where(upper, 0.0, safe / 2)
     offset = (left + right) / 2
-    above, below = torch.where(upper, 0.0, safe), torch.where(upper, -safe, 0.0)  # the two poles, as offsets
     done = gap <= 0
     for _ in range(_STEPS):
-        value, rising, falling = _sides(q, Root(pole, offset))
-        left, right = torch.where(value < 0, offset, left), torch.where(value < 0, right, offset)
-        trial = _next(value, rising, falling, above - offset, below - offset) + offset
+        inverse = _difference(q, Root(pole, offset)).reciprocal_()
+        below = (q * inverse).sum(-1, keepdim=True) < 0
+        left, right = torch.where(below, offset, left), torch.where(below, right, offset)
+        trial = _next(q, inverse, high, low, offset, upper)
         done |= (trial - offset).abs() <= _DIGITS * offset.abs()
         if bool(done.all()):
             break
@@ -96,21 +96,19 @@ def _solved(q: Tensor, high: Tensor, low: Tensor) -> Root:
     return Root(pole, offset.where(gap > 0, 0.0))
 
 
-def _sides(q: Tensor, root: Root) -> tuple[Tensor, Tensor, Tensor]:
-    """h, and the slopes of its two parts, from the poles above λ and from those below."""
-    inverse = _difference(q, root).reciprocal_().nan_to_num_(posinf=0.0, neginf=0.0)
-    terms = q * inverse
-    value = terms.sum(-1, keepdim=True)
-    rising = (terms.clamp_min(0).mul_(inverse)).sum(-1, keepdim=True)
-    falling = terms.clamp_max_(0).mul_(inverse).sum(-1, keepdim=True)
-    return value, rising, falling
+def _next(q: Tensor, inverse: Tensor, high: Tensor, low: Tensor, offset: Tensor, upper: Tensor) -> Tensor:
+    """The offset x with  c + s/(high − λ) + t/(low − λ) = 0,  as a root of c x² − b x + k.
 
-
-def _next(value: Tensor, rising: Tensor, falling: Tensor, above: Tensor, below: Tensor) -> Tensor:
-    """The step η with  c + s/(above − η) + t/(below − η) = 0,  s = rising·above², t = falling·below²."""
-    s, t = rising * above.square(), falling * below.square()
-    c = value - rising * above - falling * below
-    # c (above − η)(below − η) + s (below − η) + t (above − η) = 0, whose constant term is value·above·below
-    b, product = c * (above + below) + s + t, value * above * below
-    root = (b.square() - 4 * c * product).clamp_min(0).sqrt()
-    return torch.where(b >= 0, 2 * product / (b + root), (b - root) / (2 * c))
+    s gathers the slopes q/(q − λ)² of all terms above λ, t of those below, and c = Σ slope·(q − the pole it went to),
+    all without a difference of large terms.
+    """
+    gap = high - low
+    slopes = (q * inverse).mul_(inverse)
+    above = slopes.where(inverse > 0, 0.0)
+    rising, falling = above.sum(-1, keepdim=True), (slopes - above).sum(-1, keepdim=True)
+    c = (slopes.mul_(q - torch.where(inverse > 0, high, low))).sum(-1, keepdim=True)
+    s = rising * torch.where(upper, offset, gap - offset).square()
+    t = falling * torch.where(upper, gap + offset, offset).square()
+    b, k = s + t + torch.where(upper, -gap, gap) * c, torch.where(upper, -s, t) * gap
+    root = (b.square() - 4 * c * k).clamp_min(0).sqrt()
+    return torch.where(b >= 0, 2 * k / (b + root), (b - root) / (2 * c))

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..fast.chunking import by_rows
 from ..graph import Edge, Graph
 from ..rules import RULES
 from ..rules.calculus import View, sigmoid_slope, widened
@@ -75,7 +76,10 @@ class Categorical(Curvature):
             yield u.mul_(self.q[:, k : k + 1].sqrt()).mul_(scale), sign
 
     def diagonal(self) -> tuple[Tensor, Tensor]:
-        return spread(self.q, -1).mul_(self.a.abs().unsqueeze(-1)), self.a.sign().unsqueeze(-1)
+        weight = self.a.abs().unsqueeze(-1)
+        (magnitude,) = by_rows(lambda q, a: (spread(q, -1).mul_(a),), self.q, weight)
+        assert magnitude is not None
+        return magnitude, self.a.sign().unsqueeze(-1)
 
 
 @dataclass(frozen=True)

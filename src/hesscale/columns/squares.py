@@ -177,7 +177,9 @@ def _matrix_squares(v: Tensor, a: Tensor, split: Split, shape: torch.Size) -> Te
     """(A²)ᵀ v² if every example has one row."""
     if split.count != v.shape[0]:
         return None
-    return (split(v)[:, 0].square().mT @ split(a)[:, 0].square()).mT
+    v, squares = split(v)[:, 0], split(a)[:, 0].square()
+    parts = v.split(max(_ELEMENTS // 8 // len(v), 1), 1) if len(v) else (v,)
+    return torch.cat([part.square().mT @ squares for part in parts]).mT
 
 
 def _mm(of: Callable[..., Any]) -> Callable[..., Any]:
