@@ -93,6 +93,35 @@ def over_time(module: nn.Module) -> nn.Module:
     return Lambda(lambda self, own, x: own(x.transpose(0, 1)).sum(0), module)
 
 
+def then(function: Callable[[Tensor], Tensor]) -> Callable[[], nn.Module]:
+    """A linear layer over [N, 3, 4], a function of what it gives, and one layer more."""
+    return lambda: Lambda(lambda self, own, x: function(own(x)).flatten(1).tanh(), nn.Linear(2, 4))
+
+
+KEPT_APART: dict[str, Callable[[Tensor], Tensor]] = {
+    "gather": lambda y: y.gather(1, torch.tensor([[[2, 0, 1, 1]]]).expand(N, -1, -1)),
+    "index_select": lambda y: y.index_select(2, torch.tensor([3, 0])),
+    "flip": lambda y: y.flip(1),
+    "roll": lambda y: y.roll(1, 2),
+    "cumsum": lambda y: y.cumsum(1),
+    "std": lambda y: y.std(1),
+    "var": lambda y: y.var((1, 2), keepdim=True),
+    "norm": lambda y: torch.linalg.vector_norm(y, dim=2),
+    "pad": lambda y: F.pad(y, (1, 0, 0, 2)),
+    "amin": lambda y: y.amin(1),
+    "min": lambda y: y.min(2)[0],
+    "prod": lambda y: y.prod(1),
+    "chunks of a batch in the middle": lambda y: torch.cat(y.transpose(0, 1).split(2), 0).transpose(0, 1),
+    "3-d pooling": lambda y: F.avg_pool3d(y.reshape(N, 1, 3, 2, 2), 2, stride=1),
+}
+MIXED: dict[str, Callable[[Tensor], Tensor]] = {
+    "std over all": lambda y: y / y.std(),
+    "rolled batch": lambda y: y + y.roll(1, 0),
+    "flipped batch": lambda y: y.flip(0),
+    "batch gathered": lambda y: y.gather(0, torch.arange(N).flip(0).view(N, 1, 1).expand(N, 3, 4)),
+    "cumulated batch": lambda y: y.cumsum(0),
+    "padded batch": lambda y: F.pad(y, (0, 0, 0, 0, 1, -1)),
+}
 CASES = {
     "mlp": Case(lambda: nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)), lambda: random(N, 3)),
     "no bias": Case(
@@ -218,6 +247,12 @@ CASES = {
         lambda: Lambda(lambda self, conv, x: conv(conv(x).tanh()).flatten(1), nn.Conv2d(2, 2, 3, padding=1)),
         lambda: random(N, 2, 4, 4),
     ),
+}
+
+CASES |= {name: Case(then(function), lambda: random(N, 3, 2)) for name, function in KEPT_APART.items()}
+CASES |= {
+    name: Case(then(function), lambda: random(N, 3, 2), batch=("modules_.0.weight", "modules_.0.bias"))
+    for name, function in MIXED.items()
 }
 
 

@@ -145,7 +145,8 @@ def _along(node: Any, examples: Examples, output: Shape, index: int, input: Shap
     """Of ops along one dimension or several."""
     rank = max(len(output), len(input))
     saved = node._saved_dims if hasattr(node, "_saved_dims") else node._saved_dim
-    dims = [signed(dim) % rank for dim in (saved if isinstance(saved, (tuple, list)) else (saved,))] if rank else []
+    given = saved if isinstance(saved, (tuple, list)) else () if saved is None else (saved,)  # None: along all of them
+    dims = [signed(dim) % rank for dim in given] if rank else []
     return examples.through(output, input, min(dims), rank - 1 - max(dims)) if dims else None
 
 

@@ -39,7 +39,8 @@ class Target:
     def squares(self, gradients: Sequence[Tensor | None], shape: torch.Size) -> Tensor | None:
         """Σ_n of squares, from the gradients at ``edges``; None if none of them was reached."""
         if not self.uses:
-            return None if gradients[0] is None else widened(gradients[0]).square()
+            v = gradients[0]
+            return None if v is None else widened(v.to_dense() if v.is_sparse else v).square()
         reached = [(use, v) for use, v in zip(self.uses, gradients, strict=True) if v is not None]
         if len(reached) < 2:
             return reached[0][0].squares(reached[0][1]) if reached else None
