@@ -1,5 +1,5 @@
-"""How far HesScale is from the exact diagonal on networks that were trained on a synthetic task, and some that were not.
-Prints the tables of docs/how-wrong-can-it-be.md.
+"""How far HesScale is from the exact diagonal on networks before and after some training on a synthetic task; prints the
+tables of docs/how-wrong-can-it-be.md.
 
 $ python benchmarks/how_wrong.py          # sampled entries, parameter by parameter
 $ python benchmarks/how_wrong.py ranks    # all entries of smaller networks, with rank= from 0 to "full"
@@ -60,7 +60,8 @@ def mlp(activation: type[nn.Module]) -> nn.Module:
 def cnn(activation: type[nn.Module], pooling: type[nn.Module]) -> nn.Module:
     """Two convolutions, each with a pooling behind it."""
     return nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1), activation(), pooling(2), nn.Conv2d(8, 16, 3, padding=1), activation(), pooling(2),
+        nn.Conv2d(3, 8, 3, padding=1), activation(), pooling(2),
+        nn.Conv2d(8, 16, 3, padding=1), activation(), pooling(2),
         nn.Flatten(), nn.Linear(64, 10),
     )  # fmt: skip
 

@@ -304,6 +304,25 @@ def test_tokens_are_examples_until_attention_mixes_them() -> None:
     assert_same(ours(model, x), {n: (apart if n.startswith(after) else sequences)[n] for n in apart})
 
 
+@pytest.mark.parametrize("of", ["outputs", "last state", "both"])
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_fused_recurrent_kernel_is_taken_apart(of: str, layers: int) -> None:
+    """In single precision on a CPU an LSTM is one node: its steps are computed again, as the walk does."""
+
+    def forward(self: nn.Module, cell: nn.Module, head: nn.Module, x: Tensor) -> Tensor:
+        y, (state, _) = cell(x)
+        return head({"outputs": y.mean(1), "last state": state[-1], "both": y.mean(1) + state[-1]}[of])
+
+    torch.manual_seed(0)
+    model = Lambda(forward, nn.LSTM(3, 4, layers, batch_first=True), nn.Linear(4, 2))
+    x = random(N, 5, 3).float()
+    if "MkldnnRnnLayerBackward0" not in hesscale.check(squared_error(model(x))).approximated:
+        pytest.skip("no fused kernel here")
+    found, expected = ours(model, x), one_by_one(model, x)
+    for name, own in expected.items():
+        torch.testing.assert_close(found[name], own, rtol=1e-4, atol=1e-5 * float(own.max()))
+
+
 def test_two_heads_share_their_examples() -> None:
     model, x = made("mlp")
 

@@ -165,6 +165,13 @@ def _batch_norm(node: Any, examples: Examples, output: Shape, index: int, input:
     return examples if index == 0 and not node._saved_training else None
 
 
+def _recurrent(node: Any, examples: Examples, output: Shape, index: int, input: Shape) -> Examples | None:
+    """Of a fused layer over [time, examples, units], or its last state; weights, which all share, come second."""
+    if 0 < index < 5 or examples != Examples(output[-2], output[-1]):
+        return None
+    return Examples(output[-2], input[-1])
+
+
 def _permuted(node: Any, examples: Examples, output: Shape, index: int, input: Shape) -> Examples | None:
     rank = len(output)
     dims = [*range(rank)]
@@ -246,6 +253,7 @@ _KINDS: dict[str, Behind] = {
     **dict.fromkeys(("FusedRmsNormBackward0", "NativeLayerNormBackward0"), _inside),
     "ConstantPadNdBackward0": _padded,
     "NativeBatchNormBackward0": _batch_norm,
+    "MkldnnRnnLayerBackward0": _recurrent,
     "MmBackward0": _apart(_FIRST, (0, 1)),
     "AddmmBackward0": _apart(None, _FIRST, (0, 1)),
     "BmmBackward0": _apart(_FIRST, (1, 1)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -37,6 +38,9 @@ class Split:
         return replace(self, count=count, inside=self.inside * (self.count // count))
 
 
+Views = tuple[tuple[Node, int], ...]
+"""From a parameter on, each with the number of the output that was used."""
+
 Gradients = Callable[[slice], Tensor]
 """Of the examples in a slice, [examples, *shape]."""
 
@@ -60,7 +64,7 @@ class Use:
 
     node: Any
     shape: torch.Size  # of the node's input
-    views: tuple[tuple[Node, int], ...]  # from the parameter on; each with the number of the output that was used
+    views: Views
     formula: Formula
     split: Split
 
@@ -74,9 +78,10 @@ class Use:
 
         def of_parameter(chunk: slice) -> Tensor:
             found = own(chunk)
+            through = functools.partial(through_views, self.views)
             if any(view.name() == _CAST for view, _ in self.views):  # which is done in parts that depend on the data
-                return torch.stack([*map(self._through_views, found)])
-            return torch.vmap(self._through_views)(found) if self.views else found
+                return torch.stack([*map(through, found)])
+            return torch.vmap(through)(found) if self.views else found
 
         return of_parameter
 
@@ -86,14 +91,16 @@ class Use:
         found = self.formula.squares(node, v, self.split, self.shape)
         if found is None:
             found = summed_squares([self.formula.gradients(node, v, self.split, self.shape)], self.split, self.shape)
-        return self._through_views(found).contiguous()  # squares move over views as gradients do
+        return through_views(self.views, found).contiguous()
 
-    def _through_views(self, found: Tensor) -> Tensor:
-        for view, nr in reversed(self.views):
-            (moved,) = pull(view, *(found if i == nr else None for i in range(len(view._input_metadata))))
-            assert moved is not None
-            found = moved
-        return found
+
+def through_views(views: Views, found: Tensor) -> Tensor:
+    """Gradients of the last of some views of a parameter as those of the parameter; squares move as gradients do."""
+    for view, nr in reversed(views):
+        (moved,) = pull(view, *(found if i == nr else None for i in range(len(view._input_metadata))))
+        assert moved is not None
+        found = moved
+    return found
 
 
 def summed_squares(uses: Sequence[Gradients], split: Split, shape: torch.Size) -> Tensor:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, final
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from ..graph import Edge, Graph, nested_gradients
-from ..rules.calculus import widened
-from ..wiring import Wiring
+from ..graph import Edge, Graph, edge_of, nested_gradients, trace
+from ..rules import RULES
+from ..rules.calculus import View, widened
+from ..rules.families import Rebuilt
+from ..wiring import Wiring, wire
 from .batch_layout import Examples, Layout, Mixed, follow
-from .squares import VIEWS, Use, summed_squares, use_at
-
-Views = tuple[tuple[Node, int], ...]
+from .squares import VIEWS, Use, Views, summed_squares, through_views, use_at
 
 
 @dataclass(frozen=True)
@@ -30,14 +31,19 @@ class Target:
     count: int  # examples, or groups of them, that are squared apart
     uses: tuple[Use, ...] = ()
     mixed: Mixed | None = None
+    inside: Inside | None = None  # the only use, by a fused kernel
 
     @property
     def edges(self) -> list[Edge]:
         """Where gradients are needed."""
+        if self.inside is not None:
+            return self.inside.steps.edges
         return [(use.node, 0) for use in self.uses] or [self.edge]
 
     def squares(self, gradients: Sequence[Tensor | None], shape: torch.Size) -> Tensor | None:
         """Σ_n of squares, from the gradients at ``edges``; None if none of them was reached."""
+        if self.inside is not None:
+            return self.inside.squares(gradients)
         if not self.uses:
             v = gradients[0]
             return None if v is None else widened(v.to_dense() if v.is_sparse else v).square()
@@ -47,25 +53,74 @@ class Target:
         return summed_squares([use.gradients(v) for use, v in reached], reached[0][0].split, shape).contiguous()
 
 
+@final
+class Steps:
+    """A fused kernel whose steps are computed again (``Rebuilt``), as far as columns go through it."""
+
+    def __init__(self, node: Any, rule: Rebuilt, outputs: Sequence[int], examples: Examples) -> None:
+        self.edges: list[Edge] = [(node, nr) for nr in outputs]
+        self._node, self._rule, self._outputs, self._examples = node, rule, outputs, examples
+        self.count = examples.count
+        self._last: tuple[Sequence[Tensor | None], list[Tensor | None]] = ((), [])
+
+    def squares(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Σ_n of squares at each input of the node; all inputs at once, kept for whoever asks next."""
+        before = self._last[0]
+        if len(before) != len(gradients) or any(a is not b for a, b in zip(before, gradients, strict=True)):
+            self._last = (gradients, self._found(gradients))
+        return self._last[1]
+
+    def _found(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        with torch.enable_grad():
+            outputs, inputs = self._rule.rebuild(View(self._node))
+            reached = [
+                (outputs[nr], widened(v)) for nr, v in zip(self._outputs, gradients, strict=True) if v is not None
+            ]
+            root = torch.cat([y.reshape(-1) for y, _ in reached])
+        graph = trace(edge_of(root)[0])
+        leaves = [leaf for leaf in inputs if leaf is not None]
+        seeds: dict[Edge, Layout] = dict.fromkeys([edge_of(y) for y, _ in reached], self._examples)
+        targets = find_targets(graph, wire(graph.rows), seeds, [edge_of(leaf) for leaf in leaves])
+        squares = iter(pulled_squares([*seeds], [v for _, v in reached], targets, [leaf.shape for leaf in leaves]))
+        return [None if leaf is None else next(squares) for leaf in inputs]
+
+
+@dataclass(frozen=True)
+class Inside:
+    """The use of a parameter by a fused kernel, as its input ``index``."""
+
+    steps: Steps
+    index: int
+    views: Views
+
+    def squares(self, gradients: Sequence[Tensor | None]) -> Tensor | None:
+        """Σ_n of the parameter's squared gradient of example n."""
+        found = self.steps.squares(gradients)[self.index]
+        return None if found is None else through_views(self.views, found).contiguous()
+
+
 def find_targets(
     graph: Graph, wiring: Wiring, seeds: Mapping[Edge, Layout], wanted: Sequence[Edge]
 ) -> list[Target | None]:
     """One target per wanted edge; None if it does not lie behind the seeds."""
     layouts = follow(graph, wiring, seeds)
-    users = _users(graph, wiring, layouts)
+    find_uses = _Uses(graph, wiring, layouts)
 
     def target(edge: Edge) -> Target | None:
         layout = layouts.get(edge)
         if layout is None:
             return None
         as_a_whole = Target(edge, layout.count) if isinstance(layout, Examples) else Target(edge, 1, mixed=layout)
-        by_uses = _target_of_uses(edge, [*_uses(edge, (), graph, wiring, layouts, users)])
+        by_uses = _target_of_uses(edge, [*find_uses(edge)])
         return as_a_whole if as_a_whole.mixed is None and as_a_whole.count >= by_uses.count else by_uses
 
     return [target(edge) for edge in wanted]
 
 
-def _target_of_uses(edge: Edge, uses: Sequence[Use | Mixed]) -> Target:
+def _target_of_uses(edge: Edge, uses: Sequence[Use | Inside | Mixed]) -> Target:
+    if len(uses) == 1 and isinstance(uses[0], Inside):
+        return Target(edge, uses[0].steps.count, inside=uses[0])
+    uses = [Mixed("a fused kernel and elsewhere") if isinstance(use, Inside) else use for use in uses]
     found = tuple(use for use in uses if isinstance(use, Use))
     odd = next((use for use in uses if isinstance(use, Mixed)), None)
     count = min((use.split.count for use in found), default=1)
@@ -76,42 +131,50 @@ def _target_of_uses(edge: Edge, uses: Sequence[Use | Mixed]) -> Target:
     return Target(edge, count, tuple(use.grouped(count) for use in found))
 
 
-def _users(graph: Graph, wiring: Wiring, layouts: Mapping[Edge, Layout]) -> dict[Edge, list[tuple[Node, int]]]:
-    """By edge, the nodes behind the seeds that read it, and as which of their inputs."""
-    behind = {node for node, _ in layouts}
-    users: dict[Edge, list[tuple[Node, int]]] = {}
-    for place in wiring.order:
-        node = graph.nodes[place]
-        for index, link in enumerate(wiring.edges[place] if node in behind else ()):
-            if link is not None:
-                users.setdefault(graph.edge(link), []).append((node, index))
-    return users
+@final
+class _Uses:
+    """Where tensors of a graph are used behind the seeds."""
 
+    def __init__(self, graph: Graph, wiring: Wiring, layouts: Mapping[Edge, Layout]) -> None:
+        self._graph, self._wiring, self._layouts = graph, wiring, layouts
+        self._steps: dict[Node, Steps] = {}
+        self._users: dict[Edge, list[tuple[Node, int]]] = {}  # by edge, who reads it, and as which input
+        behind = {node for node, _ in layouts}
+        for place in wiring.order:
+            node = graph.nodes[place]
+            for index, link in enumerate(wiring.edges[place] if node in behind else ()):
+                if link is not None:
+                    self._users.setdefault(graph.edge(link), []).append((node, index))
 
-def _uses(
-    edge: Edge,
-    views: Views,
-    graph: Graph,
-    wiring: Wiring,
-    layouts: Mapping[Edge, Layout],
-    users: Mapping[Edge, Sequence[tuple[Node, int]]],
-) -> Iterator[Use | Mixed]:
-    """All uses of an edge, also behind views of it; in place of one that cannot be squared apart, why it cannot."""
-    for node, index in users.get(edge, ()):
-        place = graph.places[node]
-        outputs = [nr for nr in range(len(wiring.shapes[place])) if (node, nr) in layouts]
-        if node.name() in VIEWS:
-            for nr in outputs:
-                yield from _uses((node, nr), (*views, (node, nr)), graph, wiring, layouts, users)
-            continue
-        layout, shape = layouts[node, outputs[0]], wiring.wanted[place][index]
+    def __call__(self, edge: Edge, views: Views = ()) -> Iterator[Use | Inside | Mixed]:
+        """All uses of an edge, also behind views of it; in place of one that cannot be squared apart, why it cannot."""
+        for node, index in self._users.get(edge, ()):
+            outputs = self._outputs(node)
+            if node.name() in VIEWS:
+                for nr in outputs:
+                    yield from self((node, nr), (*views, (node, nr)))
+            else:
+                yield self._use(node, index, outputs, views)
+
+    def _outputs(self, node: Node) -> list[int]:
+        shapes = self._wiring.shapes[self._graph.places[node]]
+        return [nr for nr in range(len(shapes)) if (node, nr) in self._layouts]
+
+    def _use(self, node: Node, index: int, outputs: Sequence[int], views: Views) -> Use | Inside | Mixed:
+        place = self._graph.places[node]
+        layout, shape = self._layouts[node, outputs[0]], self._wiring.wanted[place][index]
         assert shape is not None
+        if any(self._layouts[node, nr] != layout for nr in outputs):
+            return Mixed(node.name())
         if isinstance(layout, Mixed):
-            yield layout
-        elif outputs != [0]:
-            yield Mixed(node.name())
-        else:
-            yield use_at(node, index, views, shape, wiring.shapes[place][0], layout) or Mixed(node.name())
+            return layout
+        rule = RULES.find(node.name(), None)
+        if isinstance(rule, Rebuilt):
+            if node not in self._steps:
+                self._steps[node] = Steps(node, rule, outputs, layout)
+            return Inside(self._steps[node], index, views)
+        found = use_at(node, index, views, shape, self._wiring.shapes[place][0], layout) if [*outputs] == [0] else None
+        return found or Mixed(node.name())
 
 
 def pulled_squares(
