@@ -1,5 +1,6 @@
-"""How far HesScale is from the exact diagonal on networks before and after some training on a synthetic task; prints the
-tables of docs/how-wrong-can-it-be.md.
+"""How far HesScale is from the exact diagonal on networks before and after some training on a synthetic task.
+
+Prints the tables of docs/how-wrong-can-it-be.md.
 
 $ python benchmarks/how_wrong.py          # sampled entries, parameter by parameter
 $ python benchmarks/how_wrong.py ranks    # all entries of smaller networks, with rank= from 0 to "full"

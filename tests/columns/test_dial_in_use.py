@@ -262,3 +262,31 @@ def test_estimate_and_compare() -> None:
     assert_equal(
         flat(mean.values()), flat(hesscale.estimate("hesscale", model, F.cross_entropy, (x, LABELS), rank=2).values())
     )
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.cell, self.head = nn.Embedding(9, 4), nn.LSTM(4, 5, 2, batch_first=True), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.cell(self.embedding(x))[1][0][-1])
+
+
+@pytest.mark.parametrize("call", ["backward", "diagonal"])
+def test_a_fused_recurrent_kernel_is_what_its_steps_are(call: str) -> None:
+    """One node in single precision on a CPU, many in double."""
+    torch.manual_seed(0)
+    model, x, y = Recurrent(), torch.randint(9, (8, 6)), torch.randint(3, (8,))
+    if call == "diagonal":
+        found = hesscale.diagonal(F.cross_entropy(model(x), y), model, rank=2)
+    else:
+        hesscale.backward(F.cross_entropy(model(x), y), rank=2)
+        found = {name: p.curvature for name, p in model.named_parameters()}
+    report = hesscale.check(F.cross_entropy(model(x), y), rank=2)
+    assert report.columns is not None and not report.columns.mixed and not report.columns.joined
+    model = model.double()
+    expected = hesscale.diagonal(F.cross_entropy(model(x), y), model, rank=2)
+    for name, s in expected.items():
+        assert s is not None
+        torch.testing.assert_close(found[name].double(), s, rtol=1e-4, atol=1e-5 * float(s.abs().max()))
