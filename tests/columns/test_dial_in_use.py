@@ -155,6 +155,20 @@ def test_backward_attach_and_accumulation() -> None:
     assert_equal(filled(model), expected)
 
 
+def test_hooks_do_not_take_columns_for_gradients() -> None:
+    model, x = made("cnn")
+    hidden = model[:2](x)
+    hidden.retain_grad()
+    seen: list[Tensor] = []
+    hidden.register_hook(seen.append)
+    model[5].register_full_backward_hook(lambda module, inputs, outputs: seen.append(outputs[0]))
+    hesscale.backward(LOSSES["cross-entropy"](model[2:](hidden)), rank=3)
+    assert len(seen) == 2
+    expected = model[:2](x)
+    (g,) = torch.autograd.grad(LOSSES["cross-entropy"](model[2:](expected)), expected)
+    torch.testing.assert_close(hidden.grad, g, rtol=0, atol=0)
+
+
 def test_inputs_that_are_no_parameters() -> None:
     """Activations belong to examples, so their squares need no formula; and they pass nothing on twice."""
     model, x = made("mlp")

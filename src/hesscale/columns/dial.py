@@ -64,7 +64,7 @@ class Dial:
         curvature = term.at(g)
         rest, sign = curvature.diagonal()
         for vector, weight in self._vectors(term, curvature, targets, rest):
-            self._pull(term, vector, weight, targets)
+            self._pull(graph, term, vector, weight, targets)
         rest = term.from_rows(rest.clamp_min_(0).mul_(sign))
         chosen = [index for index, _ in term.inputs]
         return [rest if index in chosen else None for index in range(len(self.wiring.wanted[place]))]
@@ -92,9 +92,11 @@ class Dial:
         if self.rank == FULL:
             rest.zero_()
 
-    def _pull(self, term: Blocks, vector: Tensor, weight: float, targets: Sequence[Target | None]) -> None:
+    def _pull(
+        self, graph: Graph, term: Blocks, vector: Tensor, weight: float, targets: Sequence[Target | None]
+    ) -> None:
         shapes = [self.wiring.shapes[place][nr] for place, nr in self.targets]
-        found = pulled_squares(term.edges, term.seeds(vector), targets, shapes)
+        found = pulled_squares(graph, self.wiring, term.edges, term.seeds(vector), targets, shapes)
         for link, squares in zip(self.targets, found, strict=True):
             if squares is not None:
                 before = self.squares.get(link)

@@ -57,22 +57,27 @@ def sampled_gauss_newton(
     for start in range(0, samples, at_once):
         drawn = draws(min(at_once, samples - start), generator)
         for vectors in _parts(drawn, [layouts[edge] for edge in edges], fewest):
-            squares = _squares(edges, vectors, targets, [p.shape for p in params])
+            squares = _squares(graph, wiring, edges, vectors, targets, [p.shape for p in params])
             found = [*map(added, found, squares)]
     return [None if s is None else s.div_(samples) if samples > 1 else s for s in found]
 
 
 def _squares(
-    edges: Sequence[Edge], vectors: list[Tensor], targets: Sequence[Target | None], shapes: Sequence[torch.Size]
+    graph: Graph,
+    wiring: Wiring,
+    edges: Sequence[Edge],
+    vectors: list[Tensor],
+    targets: Sequence[Target | None],
+    shapes: Sequence[torch.Size],
 ) -> list[Tensor | None]:
     """The sum over all of the vectors, [samples, *shape] each, at once if torch can."""
     samples = [[*v] for v in zip(*vectors, strict=True)]
     if len(samples) > 1:
         try:
-            return pulled_squares(edges, vectors, targets, shapes, batched=True)
+            return pulled_squares(graph, wiring, edges, vectors, targets, shapes, batched=True)
         except RuntimeError:
             pass  # some backward formulas cannot be vmapped (group norm's in torch 2.13); a real error comes again
-    found = [pulled_squares(edges, sample, targets, shapes) for sample in samples]
+    found = [pulled_squares(graph, wiring, edges, sample, targets, shapes) for sample in samples]
     return [functools.reduce(added, each) for each in zip(*found, strict=True)]
 
 

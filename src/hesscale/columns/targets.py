@@ -16,6 +16,7 @@ from ..rules.calculus import View, widened
 from ..rules.families import Rebuilt
 from ..wiring import Wiring, wire
 from .batch_layout import Examples, Layout, Mixed, follow
+from .pulling import pull
 from .squares import VIEWS, Use, Views, summed_squares, through_views, use_at
 
 
@@ -80,8 +81,10 @@ class Steps:
         graph = trace(edge_of(root)[0])
         leaves = [leaf for leaf in inputs if leaf is not None]
         seeds: dict[Edge, Layout] = dict.fromkeys([edge_of(y) for y, _ in reached], self._examples)
-        targets = find_targets(graph, wire(graph.rows), seeds, [edge_of(leaf) for leaf in leaves])
-        squares = iter(pulled_squares([*seeds], [v for _, v in reached], targets, [leaf.shape for leaf in leaves]))
+        wiring, vectors = wire(graph.rows), [v for _, v in reached]
+        targets = find_targets(graph, wiring, seeds, [edge_of(leaf) for leaf in leaves])
+        shapes = [leaf.shape for leaf in leaves]
+        squares = iter(pulled_squares(graph, wiring, [*seeds], vectors, targets, shapes, nested=True))
         return [None if leaf is None else next(squares) for leaf in inputs]
 
 
@@ -178,21 +181,28 @@ class _Uses:
 
 
 def pulled_squares(
+    graph: Graph,
+    wiring: Wiring,
     outputs: Sequence[Edge],
     vectors: Sequence[Tensor],
     targets: Sequence[Target | None],
     shapes: Sequence[torch.Size],
     *,
     batched: bool = False,
+    nested: bool = False,
 ) -> list[Tensor | None]:
-    """Σ_n (J_nᵀ v_n)² at each target: one vector-Jacobian product by torch's engine, then squares.
+    """Σ_n (J_nᵀ v_n)² at each target: one vector-Jacobian product, then squares.
 
-    ``batched``: the sum over several v, which have one dimension more, by one product for all of them.
+    ``batched``: the sum over several v, which have one dimension more, by one product for all of them. ``nested``: in a
+    graph of its own, whose nodes cannot be called by hand while a pass over another one decides what is computed.
     """
     edges = [edge for target in targets if target is not None for edge in target.edges]
-    pulled = iter(nested_gradients(outputs, edges, vectors, batched=batched) if edges else ())
     found: list[Tensor | None] = []
     with torch.no_grad():
+        if (batched or nested) and edges:
+            pulled = iter(nested_gradients(outputs, edges, vectors, batched=batched))
+        else:
+            pulled = iter(pull(graph, wiring, outputs, vectors, edges))
         for target, shape in zip(targets, shapes, strict=True):
             own = [next(pulled) for _ in target.edges] if target is not None else []
             if target is None or all(v is None for v in own):
