@@ -65,8 +65,8 @@ class Dial:
         rest, sign = curvature.diagonal()
         for vector, weight in self._vectors(term, curvature, targets, rest):
             self._pull(graph, term, vector, weight, targets)
+        chosen = [index for index, _ in term.inputs] if self.rank != FULL else []  # all there is has been carried
         rest = term.from_rows(rest.clamp_min_(0).mul_(sign))
-        chosen = [index for index, _ in term.inputs]
         return [rest if index in chosen else None for index in range(len(self.wiring.wanted[place]))]
 
     def _term(self, graph: Graph, place: int) -> Blocks:
@@ -89,8 +89,6 @@ class Dial:
                 u.mul_(random_signs((term.rows, 1), u, self.generator))
             for part in _rows_apart(u, term.rows // fewest) if self.rank == FULL else (u,):
                 yield from _by_sign(part, signs)
-        if self.rank == FULL:
-            rest.zero_()
 
     def _pull(
         self, graph: Graph, term: Blocks, vector: Tensor, weight: float, targets: Sequence[Target | None]
