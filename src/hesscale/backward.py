@@ -16,6 +16,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor, nn
 
+from .columns.dial import Rank, checked_rank, make_dial
 from .graph import edge_of, is_transformed
 from .plan import make_plan, method_named
 from .rules.fallback import fallback_named
@@ -36,6 +37,7 @@ def backward(
     inputs: Tensors | None = None,
     retain_graph: bool = False,
     missing: Missing = "raise",
+    rank: Rank = 0,
     generator: torch.Generator | None = None,
 ) -> None:
     """Fills ``p.grad`` exactly as ``loss.backward()`` does, and ``p.curvature`` with the diagonal of the Hessian.
@@ -47,11 +49,13 @@ def backward(
     back to the first non-linear operation. ``missing`` says what becomes of operations without a rule: "raise" an
     error, "exact" (their own curvature by autograd, element by element: for small ones) or "sample" (one unbiased
     random probe, drawn from ``generator``).
+    ``rank`` is how many eigenvectors of the loss's own curvature are carried beside the diagonal, squared example by
+    example: nearer to the truth with each, for one more product per layer; "full" for all (docs/method.md).
     """
     _check_start(loss, gradient, curvature)
     _check_scalar(loss, gradient)
     chosen = None if inputs is None else _checked_inputs(inputs)
-    walk = _arm(loss, curvature, method, output, chosen, missing=missing, generator=generator, writes=True)
+    walk = _arm(loss, curvature, method, output, chosen, missing=missing, rank=rank, generator=generator, writes=True)
     try:
         _torch_backward(loss, gradient, retain_graph=retain_graph, inputs=chosen)
     except BaseException:
@@ -68,6 +72,7 @@ def attach(
     method: str = "hesscale",
     output: Tensors | None = None,
     missing: Missing = "raise",
+    rank: Rank = 0,
     generator: torch.Generator | None = None,
 ) -> Tensor:
     """The same ``loss``, armed: a ``.backward()`` on it, or on anything linear in it, fills ``p.curvature`` too.
@@ -77,7 +82,7 @@ def attach(
     with this one but parameters: its gradient would be counted, its curvature would not.
     """
     _check_start(loss, None, curvature)
-    _arm(loss, curvature, method, output, missing=missing, generator=generator, starts_later=True)
+    _arm(loss, curvature, method, output, missing=missing, rank=rank, generator=generator, starts_later=True)
     return loss
 
 
@@ -92,6 +97,7 @@ def diagonal(
     output: Tensors | None = ...,
     retain_graph: bool = ...,
     missing: Missing = ...,
+    rank: Rank = ...,
     generator: torch.Generator | None = ...,
 ) -> tuple[Tensor | None, ...]: ...
 
@@ -107,6 +113,7 @@ def diagonal(
     output: Tensors | None = ...,
     retain_graph: bool = ...,
     missing: Missing = ...,
+    rank: Rank = ...,
     generator: torch.Generator | None = ...,
 ) -> dict[str, Tensor | None]: ...
 
@@ -121,6 +128,7 @@ def diagonal(
     output: Tensors | None = None,
     retain_graph: bool = False,
     missing: Missing = "raise",
+    rank: Rank = 0,
     generator: torch.Generator | None = None,
 ) -> Any:
     """The curvature of ``y`` at each of ``inputs``, leaves or not, as ``torch.autograd.grad`` gives gradients.
@@ -141,13 +149,14 @@ def diagonal(
             output=output,
             retain_graph=retain_graph,
             missing=missing,
+            rank=rank,
             generator=generator,
         )
         return dict(zip(inputs, found, strict=True))
     tensors = _checked_inputs(inputs)
     _check_start(y, gradient, curvature)
     _check_scalar(y, gradient)
-    walk = _arm(y, curvature, method, output, tensors, missing=missing, generator=generator)
+    walk = _arm(y, curvature, method, output, tensors, missing=missing, rank=rank, generator=generator)
     try:
         grads = torch.autograd.grad(y, tensors, gradient, retain_graph=retain_graph, allow_unused=True)
     finally:
@@ -212,6 +221,7 @@ def _arm(
     inputs: Sequence[Tensor] | None = None,
     *,
     missing: Missing,
+    rank: Rank,
     generator: torch.Generator | None,
     starts_later: bool = False,
     writes: bool = False,
@@ -223,6 +233,10 @@ def _arm(
         raise ValueError("output must be a tensor (or several) of the loss's graph")
     seeded = curvature is not None
     targets = None if inputs is None else [edge_of(tensor) for tensor in inputs]
+    columns = checked_rank(rank)
+    if columns and method == "bl89":
+        raise ValueError("rank= goes with 'hesscale' and 'hesscale_gn': for 'bl89' the softmax has no columns")
     plan, graph = make_plan(y, way, outputs=outputs, seeded=seeded, targets=targets, fallback=fallback)
+    dial = make_dial(graph, columns, plan.residuals, plan.aims, generator) if columns and plan.stops else None
     unique = tuple({id(tensor): tensor for tensor in inputs or ()}.values()) if writes else ()
-    return Walk(plan, graph, curvature, starts_later=starts_later, writes_to=unique)
+    return Walk(plan, graph, curvature, starts_later=starts_later, writes_to=unique, dial=dial)

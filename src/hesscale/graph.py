@@ -208,17 +208,31 @@ NESTED: Final = _Nested()
 
 
 def nested_gradient(y: Tensor, edge: Edge, weights: Tensor) -> Tensor | None:
-    """d(Σ weights·y)/d(edge) by torch's engine, within a running pass; None if y does not depend on it.
+    """d(Σ weights·y)/d(edge) by torch's engine, within a running pass; None if y does not depend on it."""
+    return nested_gradients([edge_of(y)], [edge], [weights])[0]
 
+
+def nested_gradients(
+    outputs: Sequence[Edge], inputs: Sequence[Edge], weights: Sequence[Tensor], *, batched: bool = False
+) -> tuple[Tensor | None, ...]:
+    """d(Σ weights·outputs) at each of ``inputs``, by a run of torch's engine within a running pass or on its own.
+
+    ``batched``: for several sets of weights at once, which have one dimension more, as has what comes back.
     No walk takes notice (``NESTED.depth``), and what the pass has recomputed for a checkpoint is not computed again.
     """
     NESTED.depth += 1
     try:
         with _same_recomputation():
-            (found,) = torch.autograd.grad(y, GradientEdge(*edge), weights, retain_graph=True, allow_unused=True)
+            return torch.autograd.grad(
+                [GradientEdge(*edge) for edge in outputs],
+                [GradientEdge(*edge) for edge in inputs],
+                weights,
+                retain_graph=True,
+                allow_unused=True,
+                is_grads_batched=batched,
+            )
     finally:
         NESTED.depth -= 1
-    return found
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from .columns.dial import Columns, Rank, checked_rank, make_dial
 from .graph import LEAF, edge_of, function_of, trace
 from .plan import behind_nonlinear, method_named
 from .regions import find_regions
@@ -23,6 +24,7 @@ class Report:
     shared: int  # tensors whose paths meet again later, beyond element-wise expressions: cross terms are dropped there
     regions: int  # element-wise expressions that part and meet again, treated exactly
     loss: dict[str, int] = field(default_factory=dict)  # hesscale_gn: the operations whose residual counts
+    columns: Columns | None = None  # rank=: what is carried beside the diagonal, and where random signs are needed
 
     def __str__(self) -> str:
         lines = []
@@ -33,16 +35,19 @@ class Report:
         lines.append(f"tensors read on several paths, summed without cross terms: {self.shared}")
         if self.loss:
             lines.append(f"the loss, as Gauss-Newton sees it without output=: {', '.join(self.loss)}")
+        if self.columns is not None:
+            lines.append(str(self.columns))
         return "\n".join(lines)
 
 
-def check(loss: Tensor, *, method: str = "hesscale") -> Report:
-    """What ``hesscale.backward(loss, method=method)`` would meet. Prints as a short table; nothing is run."""
+def check(loss: Tensor, *, method: str = "hesscale", rank: Rank = 0) -> Report:
+    """What ``hesscale.backward`` would meet with this method and rank. Prints as a short table; nothing is run."""
     way = method_named(method)
     table = way.rules
     if not isinstance(loss, Tensor) or not loss.requires_grad:
         raise RuntimeError("there is no graph to look at: the loss does not require grad")
-    rows = trace(edge_of(loss)[0]).rows
+    graph = trace(edge_of(loss)[0])
+    rows = graph.rows
     wiring = wire(rows)
     kinds: dict[str, Counter[str]] = {"exact": Counter(), "approximated": Counter(), "missing": Counter()}
     rules = [table.find(name, function_of(kind)) for name, kind, _, _ in rows]
@@ -56,4 +61,15 @@ def check(loss: Tensor, *, method: str = "hesscale") -> Report:
     exact, approximated, missing = (dict(sorted(kinds[kind].items())) for kind in kinds)
     loss_places = set(wiring.order) - behind_nonlinear(wiring, rules) if way.gauss_newton else set()
     ops = Counter(wiring.names[place] for place in wiring.order if place in loss_places and wiring.names[place] != LEAF)
-    return Report(exact, approximated, missing, shared=shared, regions=len(regions), loss=dict(ops))
+    counting = frozenset(loss_places if way.gauss_newton else wiring.order) - inside
+    columns = checked_rank(rank)
+    dial = make_dial(graph, columns, counting, None, None) if columns else None
+    return Report(
+        exact,
+        approximated,
+        missing,
+        shared=shared,
+        regions=len(regions),
+        loss=dict(ops),
+        columns=None if dial is None else dial.report(graph),
+    )

@@ -79,6 +79,16 @@ class Plan:
     targets: frozenset[Link]  # edges whose curvature is kept to the end of the pass
     dtypes: Mapping[Link, torch.dtype]  # of curvature: as torch has gradients, but half precision in single
 
+    @property
+    def residuals(self) -> frozenset[int]:
+        """Places outside of regions whose residual counts."""
+        return frozenset(stop.place for stop in self.stops if stop.is_loss and stop.region is None)
+
+    @property
+    def aims(self) -> tuple[Link, ...] | None:
+        """The targets, or None if all leaves are meant."""
+        return tuple(self.targets) or None
+
 
 def make_plan(
     y: Tensor,

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .backward import diagonal
+from .columns.dial import Rank
+from .double_backward import refuse_wrong_derivatives, unfused
+from .double_backward import twice_differentiable as twice_differentiable
 
 
 def exact_diagonal(y: Tensor, inputs: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -20,6 +21,7 @@ def exact_diagonal(y: Tensor, inputs: Tensor | Sequence[Tensor]) -> tuple[Tensor
 
     Same arguments as ``hesscale.diagonal``, for networks of some thousand parameters. The graph is kept.
     """
+    refuse_wrong_derivatives(y)
     inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
     grads = torch.autograd.grad(y, inputs, create_graph=True, allow_unused=True)
     return tuple(_diagonal_of(grad, x) for grad, x in zip(grads, inputs, strict=True))
@@ -97,12 +99,14 @@ def compare_with_exact(
     *,
     entries: int = 50,
     method: str = "hesscale",
+    rank: Rank = 0,
     seed: int = 0,
 ) -> dict[str, Comparison]:
     """By parameter name, how close the estimated curvature is to the exact one at ``entries`` random places.
 
     ``batch`` is (inputs, targets). Each place costs one Hessian-vector product, on the math kernels of attention, since
-    the fused ones cannot be differentiated twice. Dropout draws the same numbers in both passes.
+    the fused ones cannot be differentiated twice. Dropout draws the same numbers in both passes. ``rank`` as in
+    ``hesscale.backward``.
     """
     inputs, targets = batch
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -112,8 +116,10 @@ def compare_with_exact(
         torch.random.set_rng_state(state)
         return loss_fn(model(inputs), targets)
 
-    with sdpa_kernel(SDPBackend.MATH), _without_mkldnn():
-        estimates = diagonal(loss(), list(named.values()), method=method)
+    with unfused(model):
+        signs = torch.Generator().manual_seed(seed)
+        estimates = diagonal(loss(), list(named.values()), method=method, rank=rank, generator=signs)
+    with twice_differentiable(model):
         grads = torch.autograd.grad(loss(), list(named.values()), create_graph=True, allow_unused=True)
     generator = torch.Generator().manual_seed(seed)
     results = {}
@@ -122,17 +128,6 @@ def compare_with_exact(
             places = torch.randperm(p.numel(), generator=generator)[:entries]
             results[name] = _compared(estimate.reshape(-1)[places.to(p.device)], _entries(grad, p, places))
     return results
-
-
-@contextlib.contextmanager
-def _without_mkldnn() -> Iterator[None]:
-    """Its fused LSTM cannot be differentiated twice either."""
-    enabled = torch._C._get_mkldnn_enabled()
-    torch._C._set_mkldnn_enabled(False)
-    try:
-        yield
-    finally:
-        torch._C._set_mkldnn_enabled(enabled)
 
 
 def _entries(grad: Tensor, p: Tensor, places: Tensor) -> Tensor:

@@ -17,11 +17,12 @@ from torch import Tensor
 
 from . import graph as graphs
 from . import leaves
+from .columns.dial import Dial
 from .fast.workspace import Workspace, use_workspace, workspace_of
 from .graph import Graph, Link
 from .plan import Method, Plan, Stop, make_plan
 from .regions import region_curvatures
-from .rules.calculus import View, widened
+from .rules.calculus import View, added, widened
 from .rules.families import Curvatures, Rebuilt
 
 _TWO_LOSSES = "two attached losses meet in one backward pass: add the losses first, then attach their sum, once"
@@ -55,12 +56,14 @@ class Walk:
         *,
         starts_later: bool = False,
         writes_to: Sequence[Tensor] = (),  # targets that get a gradient and curvature, rather than ``results``
+        dial: Dial | None = None,  # carries columns beside the diagonal
     ) -> None:
         self._half = graphs.prepare_saved(graph)
         self._plan = plan
         self._starts_later = starts_later
         self._graph = None if starts_later else graph
         self._writes_to = writes_to
+        self._dial = dial
         self._seed = None if seed is None else widened(seed.detach())
         self._pending: dict[Link, Tensor] = {}
         self._arrivals: list[Arrival] = []
@@ -86,10 +89,12 @@ class Walk:
             g = [None if grad is None else widened(grad.detach()) for grad in grads] if self._is_mixed else grads
         node: Any = graph.nodes[stop.place]
         seen = View(node) if stop.place in self._half else node
-        if stop.region is not None:
-            found: Iterable[tuple[Link | None, Tensor | None]] = region_curvatures(
-                stop.region, graph, s[0], g[0], also=self._plan.targets, half=self._half
-            )
+        if self._dial is not None and stop.place in self._dial.places and g[0] is not None:
+            rest = self._dial.carry(graph, stop.place, g[0])
+            moved = stop.rule(seen, s, stop.nothing, stop.wanted) if s[0] is not None else [None] * len(rest)
+            found: Iterable[tuple[Link | None, Tensor | None]] = zip(stop.inputs, map(added, moved, rest), strict=True)
+        elif stop.region is not None:
+            found = region_curvatures(stop.region, graph, s[0], g[0], also=self._plan.targets, half=self._half)
         elif isinstance(stop.rule, Rebuilt):
             found = zip(stop.inputs, _walk_rebuilt(stop.rule, seen, s, g, self._plan.method), strict=True)
         else:
@@ -164,7 +169,7 @@ class Walk:
         if self._arrivals:
             leaves.clear_orphans()
         for arrival in self._arrivals:
-            leaf, s = arrival.leaf, self._pending.get(arrival.link)
+            leaf, s = arrival.leaf, self._at(arrival.link)
             if s is not None or leaf.grad is not None:
                 to_old = arrival.continues and self._was_added_to(arrival)
                 leaves.add(leaf, leaves.owned(s, leaf, taken), to_old=to_old, method=self._plan.method.name)
@@ -183,12 +188,19 @@ class Walk:
     def results(self, targets: Sequence[Tensor], are_reached: Sequence[bool]) -> tuple[Tensor | None, ...]:
         """The curvature at each target, zeros where none arrived, None where the target was not reached."""
         taken = self._foreign_storages()
-        found = [self._pending.get(self._link(tensor)) for tensor in targets]
+        found = [self._at(self._link(tensor)) for tensor in targets]
         self._forget()
         return tuple(
             leaves.owned(s, tensor, taken) if is_reached else None
             for s, tensor, is_reached in zip(found, targets, are_reached, strict=True)
         )
+
+    def _at(self, link: Link) -> Tensor | None:
+        """The curvature that has come to an edge, by the walk and by columns."""
+        return added(self._pending.get(link), self._squares(link))
+
+    def _squares(self, link: Link) -> Tensor | None:
+        return None if self._dial is None else self._dial.squares.get(link)
 
     def _link(self, tensor: Tensor) -> Link:
         assert self._graph is not None
@@ -218,6 +230,8 @@ class Walk:
         _remove_all(self._handles)
         self._pending.clear()
         self._arrivals.clear()
+        if self._dial is not None:
+            self._dial.squares.clear()
         use_workspace(self._workspace_before)
         self._workspace_before = None
         if self._starts_later:

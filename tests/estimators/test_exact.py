@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import hesscale
-from hesscale.estimators import ESTIMATORS, passes
+from hesscale.estimators import ESTIMATORS, batched_vjp
 
 from . import reference
 from .cases import BY_NAME, CASES, Case, mlp, numbers
@@ -42,7 +42,7 @@ def test_ggn_from_the_side_of_the_parameters() -> None:
 @pytest.mark.parametrize("method", ["hessian", "ggn"])
 def test_small_chunks_change_nothing(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = estimate(method, BY_NAME["cnn"])
-    monkeypatch.setattr(passes, "_ELEMENTS_AT_ONCE", 1000)
+    monkeypatch.setattr(batched_vjp, "_ELEMENTS_AT_ONCE", 1000)
     torch.testing.assert_close(estimate(method, BY_NAME["cnn"]), whole, **TIGHT)
 
 
@@ -110,3 +110,80 @@ def test_unused_parameters_get_zeros() -> None:
     case = Case("spare", model, F.cross_entropy, BY_NAME["mlp"].batch)
     for method in set(ESTIMATORS) - {"kfac"}:
         assert not hesscale.estimate(method, case.model, case.loss_fn, case.batch)["spare"].any(), method
+
+
+def with_log_softmax() -> nn.Module:
+    return nn.Sequential(*mlp(), nn.LogSoftmax(1))
+
+
+@pytest.mark.parametrize("method", ["ggn", "hesscale_gn", "hesscale", "hessian"])
+def test_a_model_that_ends_in_log_softmax_is_the_same_model(method: str) -> None:
+    """The loss begins at the log-softmax, whoever computes it."""
+    torch.manual_seed(0)
+    model = with_log_softmax().double()
+    batch = BY_NAME["mlp"].batch
+    logits = nn.Sequential(*[*model][:-1])
+    found = hesscale.estimate(method, model, F.nll_loss, batch)
+    expected = hesscale.estimate(method, logits, F.cross_entropy, batch)
+    assert flat(expected).abs().sum() > 0.1
+    torch.testing.assert_close(found, expected, **TIGHT)
+
+
+def test_a_loss_that_bends_the_outputs_begins_there() -> None:
+    """Squared log-probabilities: not linear, so the log-softmax is part of the network."""
+    model = with_log_softmax().double()
+    case = Case("", model, lambda y, t: F.mse_loss(y, torch.zeros_like(y)), BY_NAME["mlp"].batch)
+    torch.testing.assert_close(estimate("ggn", case), reference.ggn(case).diagonal(), **TIGHT)
+
+
+def normalized() -> nn.Module:
+    return nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(3, 4)), nn.Tanh(), nn.Linear(4, 3)).double()
+
+
+def by_differences(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """∂²L/∂p² from two gradients at p ± ε, entry by entry."""
+    found, step = {}, 1e-5
+    for name, p in model.named_parameters():
+        entries = []
+        for i in range(p.numel()):
+            slopes = []
+            for offset in (step, -step):
+                with torch.no_grad():
+                    p.view(-1)[i] += offset
+                slopes.append(torch.autograd.grad(F.cross_entropy(model(batch[0]), batch[1]), p)[0].view(-1)[i])
+                with torch.no_grad():
+                    p.view(-1)[i] -= offset
+            entries.append((slopes[0] - slopes[1]) / (2 * step))
+        found[name] = torch.stack(entries).view(p.shape)
+    return found
+
+
+def test_second_derivatives_under_weight_norm() -> None:
+    """Torch's double backward of its fused kernel is wrong."""
+    torch.manual_seed(1)
+    model, batch = normalized(), BY_NAME["mlp"].batch
+    expected = by_differences(model, batch)
+    found = hesscale.estimate("hessian", model, F.cross_entropy, batch)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-8)
+    probes = hesscale.estimate("hutchinson", model, F.cross_entropy, batch, samples=3000)
+    for name, p in expected.items():
+        assert (probes[name] - p).norm() < 0.2 * p.norm(), name
+    ours = hesscale.estimate("hesscale", model, F.cross_entropy, batch)
+    compared = hesscale.testing.compare_with_exact(model, F.cross_entropy, batch)
+    for name, p in expected.items():
+        error = float((ours[name] - p).abs().sum() / p.abs().sum())
+        assert compared[name].relative_error == pytest.approx(error, rel=1e-5, abs=1e-8), name
+
+
+def test_a_graph_of_weight_norm_is_not_differentiated_twice() -> None:
+    model, batch = normalized(), BY_NAME["mlp"].batch
+    params = [*model.parameters()]
+    loss = F.cross_entropy(model(batch[0]), batch[1])
+    with pytest.raises(RuntimeError, match=r"double backward of weight_norm.*twice_differentiable"):
+        hesscale.testing.exact_diagonal(loss, params)
+    with pytest.raises(RuntimeError, match=r"double backward of weight_norm"):
+        hesscale.AdaHessian(params).backward(loss)
+    with hesscale.testing.twice_differentiable(model):
+        plain = F.cross_entropy(model(batch[0]), batch[1])
+    found = hesscale.testing.exact_diagonal(plain, params)
+    torch.testing.assert_close([*found], [*by_differences(model, batch).values()], rtol=1e-6, atol=1e-8)

@@ -1,6 +1,5 @@
 """Every way to a diagonal behind one call: propagated, exact, sampled, Kronecker-factored, squared gradients."""
 
-from .call import ESTIMATORS as ESTIMATORS
-from .call import estimate as estimate
-from .call import estimate_over as estimate_over
-from .likelihood import LIKELIHOODS as LIKELIHOODS
+from .api import ESTIMATORS as ESTIMATORS
+from .api import estimate as estimate
+from .api import estimate_over as estimate_over

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
-from .passes import chunks, pulled_back, recorded, unit_vectors
-from .problem import Problem, output_tensors
+from ..graph import Edge
+from .batched_vjp import chunks, pulled_back, recorded, unit_vectors
+from .problem import Problem, predictions
 
 
 def hessian(problem: Problem) -> Sequence[Tensor | None]:
@@ -36,22 +38,23 @@ def ggn(problem: Problem) -> Sequence[Tensor | None]:
     whichever are fewer.
     """
     outputs, extra = recorded(problem)
-    ys = output_tensors(outputs)
-    slopes = torch.autograd.grad(problem.loss(outputs), ys, create_graph=True, materialize_grads=True)
-    if sum(y.numel() for y in ys) <= sum(p.numel() for p in problem.tensors):
+    loss = problem.loss(outputs)
+    places = predictions(loss, outputs)
+    found = torch.autograd.grad(loss, [GradientEdge(*y) for y in places], create_graph=True, allow_unused=True)
+    pairs = [(y, slope) for y, slope in zip(places, found, strict=True) if slope is not None]
+    ys, slopes = [y for y, _ in pairs], [slope for _, slope in pairs]
+    if sum(slope.numel() for slope in slopes) <= sum(p.numel() for p in problem.tensors):
         return _by_outputs(ys, slopes, problem.tensors, extra)
     return _by_parameters(ys, slopes, problem.tensors, extra)
 
 
-def _by_outputs(
-    ys: Sequence[Tensor], slopes: Sequence[Tensor], params: Sequence[Tensor], extra: int
-) -> Sequence[Tensor]:
+def _by_outputs(ys: Sequence[Edge], slopes: Sequence[Tensor], params: Sequence[Tensor], extra: int) -> Sequence[Tensor]:
     """Σ_k (Jᵀ e_k) ∘ (Jᵀ H e_k) over all outputs k."""
     results = [torch.zeros_like(p) for p in params]
     size = sum(p.numel() for p in params) + extra
     for y, slope in zip(ys, slopes, strict=True):
-        for start, stop in chunks(y.numel(), elements=size):
-            units = unit_vectors(start, stop, y)
+        for start, stop in chunks(slope.numel(), elements=size):
+            units = unit_vectors(start, stop, slope)
             plain = pulled_back([y], params, [units])
             curved = pulled_back(ys, params, pulled_back([slope], ys, [units]))
             for result, left, right in zip(results, plain, curved, strict=True):
@@ -60,16 +63,17 @@ def _by_outputs(
 
 
 def _by_parameters(
-    ys: Sequence[Tensor], slopes: Sequence[Tensor], params: Sequence[Tensor], extra: int
+    ys: Sequence[Edge], slopes: Sequence[Tensor], params: Sequence[Tensor], extra: int
 ) -> Sequence[Tensor | None]:
     """(J e_i)ᵀ H (J e_i) for every entry i; J e_i is the derivative of Jᵀw with respect to w, which is linear in w."""
-    weights = [torch.zeros_like(y, requires_grad=True) for y in ys]
-    pulled = torch.autograd.grad(ys, params, weights, create_graph=True, allow_unused=True)
+    weights = [torch.zeros_like(slope, requires_grad=True) for slope in slopes]
+    edges = [GradientEdge(*y) for y in ys]
+    pulled = torch.autograd.grad(edges, params, weights, create_graph=True, allow_unused=True)
     return [_own_squares(u, p, weights, ys, slopes, extra) for u, p in zip(pulled, params, strict=True)]
 
 
 def _own_squares(
-    u: Tensor | None, p: Tensor, weights: Sequence[Tensor], ys: Sequence[Tensor], slopes: Sequence[Tensor], extra: int
+    u: Tensor | None, p: Tensor, weights: Sequence[Tensor], ys: Sequence[Edge], slopes: Sequence[Tensor], extra: int
 ) -> Tensor | None:
     if u is None:
         return None

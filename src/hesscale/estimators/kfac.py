@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from .likelihood import Likelihood, recognized
-from .passes import chunks, pulled_back
+from ..columns.sampled import Draws
+from .batched_vjp import chunks, pulled_back
 from .problem import Problem
 
 LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -31,10 +31,10 @@ def kfac(problem: Problem) -> Sequence[Tensor | None]:
     owners = _owners(problem)
     with _recorded(set(owners.values())) as calls:
         outputs = problem.outputs()
-    likelihood = recognized(problem, outputs)
+    draws = Draws(problem.loss(outputs))
     _refuse_odd_calls(owners, calls)
     layers = list(calls)
-    gs = dict(zip(layers, _output_factors(problem, likelihood, layers, calls), strict=True))
+    gs = dict(zip(layers, _output_factors(problem, draws, layers, calls), strict=True))
     return [
         _diagonal(owner, name, problem.params[name], gs[owner], calls[owner][0][0]) for name, owner in owners.items()
     ]
@@ -79,15 +79,12 @@ def _refuse_odd_calls(owners: Mapping[str, nn.Module], calls: Calls) -> None:
         raise NotImplementedError(f"'kfac' needs layers that are called once in a forward pass, not: {', '.join(odd)}")
 
 
-def _output_factors(
-    problem: Problem, likelihood: Likelihood, layers: Sequence[nn.Module], calls: Calls
-) -> Sequence[Tensor]:
+def _output_factors(problem: Problem, draws: Draws, layers: Sequence[nn.Module], calls: Calls) -> Sequence[Tensor]:
     """diag G for each layer, [channels]."""
     ys = [calls[layer][0][1] for layer in layers]
     results = [y.new_zeros(()) for y in ys]
     for start, stop in chunks(problem.samples, elements=4 * sum(y.numel() for y in ys)):
-        draws = likelihood.draw(stop - start, problem.generator)
-        pulled = pulled_back(likelihood.predictions, ys, draws)
+        pulled = pulled_back(draws.edges, ys, draws(stop - start, problem.generator))
         results = [
             result + _squares(layer, rows) / problem.samples
             for layer, result, rows in zip(layers, results, pulled, strict=True)

@@ -10,6 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..columns.dial import Rank
+from ..columns.likelihoods import likelihoods_of
+from ..graph import Edge, edge_of, trace
+from ..wiring import behind, wire
+
 LossFunction = Callable[[Any, Any], Tensor]
 """From a model's outputs and the targets to a scalar."""
 
@@ -25,6 +30,7 @@ class Problem:
     params: Mapping[str, Tensor]
     samples: int
     generator: torch.Generator
+    rank: Rank = 0
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -64,6 +70,20 @@ def output_tensors(outputs: Any) -> tuple[Tensor, ...]:
             f"not {type(outputs).__name__}"
         )
     return tensors
+
+
+def predictions(loss: Tensor, outputs: Any) -> list[Edge]:
+    """Where the loss begins: at the model's outputs, or behind a likelihood that is part of the model.
+
+    The latter if the loss is linear in the outputs: a model that ends in log-softmax, with nll_loss.
+    """
+    borders = [edge_of(y) for y in output_tensors(outputs)]
+    graph = trace(edge_of(loss)[0])
+    model = behind([graph.link(edge) for edge in borders if edge[0] in graph.places], graph.rows)
+    terms, stranger = likelihoods_of(graph, wire(graph.rows))
+    if stranger is None and terms and all(graph.places[term.node] in model for term in terms):
+        return [edge for term in terms for edge in term.edges]
+    return borders
 
 
 def chosen_parameters(model: nn.Module, names: Sequence[str] | None) -> dict[str, Tensor]:

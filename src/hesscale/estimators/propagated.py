@@ -8,18 +8,32 @@ import torch
 from torch import Tensor
 
 from ..backward import diagonal
-from .problem import Problem, output_tensors
+from ..graph import edge_of
+from .problem import Problem, output_tensors, predictions
 
 
 def hesscale(problem: Problem) -> Sequence[Tensor | None]:
-    """HesScale (Elsayed & Mahmood 2022): transport and residual at every node."""
-    return diagonal(problem.loss(problem.outputs()), problem.tensors, method="hesscale")
+    """HesScale (Elsayed & Mahmood 2022): transport and residual at every node, with ``rank`` columns of the loss."""
+    loss = problem.loss(problem.outputs())
+    return diagonal(loss, problem.tensors, method="hesscale", rank=problem.rank, generator=problem.generator)
 
 
 def hesscale_gn(problem: Problem) -> Sequence[Tensor | None]:
-    """HesScaleGN: transport everywhere, the residual only between the model's output and the loss."""
+    """HesScaleGN: transport everywhere, the residual only in the loss, which begins at the model's output.
+
+    Or behind the log-softmax that the model ends in, if the loss is linear in its output.
+    """
     outputs = problem.outputs()
-    return diagonal(problem.loss(outputs), problem.tensors, method="hesscale_gn", output=output_tensors(outputs))
+    loss, given = problem.loss(outputs), output_tensors(outputs)
+    is_given = predictions(loss, outputs) == [edge_of(y) for y in given]
+    return diagonal(
+        loss,
+        problem.tensors,
+        method="hesscale_gn",
+        output=given if is_given else None,
+        rank=problem.rank,
+        generator=problem.generator,
+    )
 
 
 def bl89(problem: Problem) -> Sequence[Tensor | None]:

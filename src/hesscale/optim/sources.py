@@ -18,7 +18,8 @@ from torch import Tensor
 from .. import leaves
 from ..backward import attach
 from ..backward import backward as curvature_backward
-from .sampled import hutchinson, sampled_gauss_newton
+from ..columns.hutchinson import hutchinson
+from ..columns.sampled import sampled_gauss_newton
 
 _NO_PARAMETER = (
     "the loss depends on no parameter of this optimizer (sampled curvature cannot see parameters that "
@@ -90,7 +91,7 @@ def hutchinson_backward(
     generator: torch.Generator | None = None,
     retain_graph: bool = False,
 ) -> None:
-    """Curvature v ∘ Hv for one v of random signs, by double backward; see ``hutchinson``."""
+    """Curvature v ∘ Hv for one v of random signs, by double backward; see ``hesscale.columns.hutchinson``."""
     gradients, curvatures = hutchinson(
         loss, params, spatial_average=spatial_average, generator=generator, retain_graph=retain_graph
     )
@@ -108,7 +109,7 @@ def sampled_gauss_newton_backward(
     generator: torch.Generator | None = None,
     retain_graph: bool = False,
 ) -> None:
-    """Curvature Σ_n (J_nᵀv_n)² with one draw for each example n; see ``sampled_gauss_newton``."""
+    """Curvature Σ_n (J_nᵀv_n)² with one draw for each example n; see ``hesscale.columns.sampled``."""
     curvatures = sampled_gauss_newton(loss, params, output=output, generator=generator)
     _write(params, curvatures, "ggn_mc", partial(loss.backward, retain_graph=retain_graph))
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import hesscale
-from hesscale.optim import per_example
+from hesscale.columns import squares
 
-from .small import random
+from ..optim.small import random
 
 N = 4
 
@@ -93,6 +93,35 @@ def over_time(module: nn.Module) -> nn.Module:
     return Lambda(lambda self, own, x: own(x.transpose(0, 1)).sum(0), module)
 
 
+def then(function: Callable[[Tensor], Tensor]) -> Callable[[], nn.Module]:
+    """A linear layer over [N, 3, 4], a function of what it gives, and one layer more."""
+    return lambda: Lambda(lambda self, own, x: function(own(x)).flatten(1).tanh(), nn.Linear(2, 4))
+
+
+KEPT_APART: dict[str, Callable[[Tensor], Tensor]] = {
+    "gather": lambda y: y.gather(1, torch.tensor([[[2, 0, 1, 1]]]).expand(N, -1, -1)),
+    "index_select": lambda y: y.index_select(2, torch.tensor([3, 0])),
+    "flip": lambda y: y.flip(1),
+    "roll": lambda y: y.roll(1, 2),
+    "cumsum": lambda y: y.cumsum(1),
+    "std": lambda y: y.std(1),
+    "var": lambda y: y.var((1, 2), keepdim=True),
+    "norm": lambda y: torch.linalg.vector_norm(y, dim=2),
+    "pad": lambda y: F.pad(y, (1, 0, 0, 2)),
+    "amin": lambda y: y.amin(1),
+    "min": lambda y: y.min(2)[0],
+    "prod": lambda y: y.prod(1),
+    "chunks of a batch in the middle": lambda y: torch.cat(y.transpose(0, 1).split(2), 0).transpose(0, 1),
+    "3-d pooling": lambda y: F.avg_pool3d(y.reshape(N, 1, 3, 2, 2), 2, stride=1),
+}
+MIXED: dict[str, Callable[[Tensor], Tensor]] = {
+    "std over all": lambda y: y / y.std(),
+    "rolled batch": lambda y: y + y.roll(1, 0),
+    "flipped batch": lambda y: y.flip(0),
+    "batch gathered": lambda y: y.gather(0, torch.arange(N).flip(0).view(N, 1, 1).expand(N, 3, 4)),
+    "cumulated batch": lambda y: y.cumsum(0),
+    "padded batch": lambda y: F.pad(y, (0, 0, 0, 0, 1, -1)),
+}
 CASES = {
     "mlp": Case(lambda: nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)), lambda: random(N, 3)),
     "no bias": Case(
@@ -177,7 +206,18 @@ CASES = {
             lambda self, first, second, x: second(second(first(x)).tanh()), nn.Linear(3, 2), nn.Linear(2, 2)
         ),
         lambda: random(N, 3),
-        batch=("modules_.1.weight", "modules_.1.bias"),
+    ),
+    "tied": Case(
+        lambda: Lambda(lambda self, own, x: own(x).tanh() @ own.weight.t(), nn.Embedding(5, 3)), lambda: tokens(N, 6)
+    ),
+    "slices of one": Case(
+        lambda: Lambda(lambda self, x: (x @ self.w[:3]).tanh() @ self.w[2:5].t() + self.w.sum(1)[:3], w=random(6, 2)),
+        lambda: random(N, 3),
+        batch=("w",),  # a sum is no view of it
+    ),
+    "chunks of one": Case(
+        lambda: Lambda(lambda self, x: (x @ self.w.chunk(2)[0]).tanh() @ self.w.chunk(2)[1].t(), w=random(6, 2)),
+        lambda: random(N, 3),
     ),
     # as many rows as examples, but these rows are no examples
     "product of weights": Case(
@@ -198,8 +238,21 @@ CASES = {
     "recurrent": Case(
         lambda: Lambda(lambda self, cell, head, x: head(cell(x)[0]), nn.GRU(3, 3, batch_first=True), nn.Linear(3, 2)),
         lambda: random(N, 3, 3),
-        batch=tuple(f"modules_.0.{name}_l0" for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")),
     ),
+    "lstm": Case(
+        lambda: Lambda(lambda self, own, x: own(x)[0][:, -1], nn.LSTM(3, 2, 2, batch_first=True, bidirectional=True)),
+        lambda: random(N, 3, 3),
+    ),
+    "convolution used twice": Case(
+        lambda: Lambda(lambda self, conv, x: conv(conv(x).tanh()).flatten(1), nn.Conv2d(2, 2, 3, padding=1)),
+        lambda: random(N, 2, 4, 4),
+    ),
+}
+
+CASES |= {name: Case(then(function), lambda: random(N, 3, 2)) for name, function in KEPT_APART.items()}
+CASES |= {
+    name: Case(then(function), lambda: random(N, 3, 2), batch=("modules_.0.weight", "modules_.0.bias"))
+    for name, function in MIXED.items()
 }
 
 
@@ -219,9 +272,9 @@ def test_squares_are_summed_example_by_example(name: str) -> None:
     assert_same(ours(model, x), expected | {name: batch[name] for name in CASES[name].batch})
 
 
-@pytest.mark.parametrize("name", ["conv2d", "transposed", "sequence"])
+@pytest.mark.parametrize("name", ["conv2d", "transposed", "sequence", "tied", "shared", "recurrent"])
 def test_gradients_of_examples_are_made_in_parts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(per_example, "_ELEMENTS", 50)
+    monkeypatch.setattr(squares, "_ELEMENTS", 50)
     model, x = made(name)
     assert_same(ours(model, x), one_by_one(model, x))
 
@@ -249,6 +302,25 @@ def test_tokens_are_examples_until_attention_mixes_them() -> None:
     apart, sequences = one_by_one(model, x), one_by_one(model, x, groups=N)
     after = ("modules_.2", "modules_.1.linear", "modules_.1.norm")
     assert_same(ours(model, x), {n: (apart if n.startswith(after) else sequences)[n] for n in apart})
+
+
+@pytest.mark.parametrize("of", ["outputs", "last state", "both"])
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_fused_recurrent_kernel_is_taken_apart(of: str, layers: int) -> None:
+    """In single precision on a CPU an LSTM is one node: its steps are computed again, as the walk does."""
+
+    def forward(self: nn.Module, cell: nn.Module, head: nn.Module, x: Tensor) -> Tensor:
+        y, (state, _) = cell(x)
+        return head({"outputs": y.mean(1), "last state": state[-1], "both": y.mean(1) + state[-1]}[of])
+
+    torch.manual_seed(0)
+    model = Lambda(forward, nn.LSTM(3, 4, layers, batch_first=True), nn.Linear(4, 2))
+    x = random(N, 5, 3).float()
+    if "MkldnnRnnLayerBackward0" not in hesscale.check(squared_error(model(x))).approximated:
+        pytest.skip("no fused kernel here")
+    found, expected = ours(model, x), one_by_one(model, x)
+    for name, own in expected.items():
+        torch.testing.assert_close(found[name], own, rtol=1e-4, atol=1e-5 * float(own.max()))
 
 
 def test_two_heads_share_their_examples() -> None:

@@ -2,35 +2,51 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
+from ..double_backward import twice_differentiable
+from ..graph import Edge, edge_of
 from .problem import Problem
 
 _ELEMENTS_AT_ONCE = 2**24  # 128 MiB of float64 for what the passes of one chunk write, before temporaries
 
 
-def pulled_back(outputs: Sequence[Tensor], inputs: Sequence[Tensor], vectors: Sequence[Tensor]) -> list[Tensor]:
+Place = Tensor | Edge
+
+
+def pulled_back(outputs: Sequence[Place], inputs: Sequence[Place], vectors: Sequence[Tensor]) -> list[Tensor]:
     """Jᵀv for k vectors v at once: [k, *shape] for each input, zeros where no output depends on it.
 
-    ``vectors`` holds one tensor [k, *shape] per output. The graph is kept.
+    Outputs and inputs are tensors or edges of the graph, ``vectors`` holds one tensor [k, *shape] for each output. The
+    graph is kept.
     """
-    pairs = [(y, v) for y, v in zip(outputs, vectors, strict=True) if y.requires_grad]
+    pairs = [(y, v) for y, v in zip(map(_as_edge, outputs), vectors, strict=True) if y is not None]
+    edges = [edge for edge in map(_as_edge, inputs) if edge is not None]
     count = len(vectors[0])
     found: Sequence[Tensor | None] = [None] * len(inputs)
     if pairs:
         ys, vs = zip(*pairs, strict=True)
-        found = _batched(ys, inputs, vs) if count > 1 else _one_by_one(ys, inputs, vs)
-    return [x.new_zeros(count, *x.shape) if rows is None else rows for rows, x in zip(found, inputs, strict=True)]
+        found = _batched(ys, edges, vs) if count > 1 else _one_by_one(ys, edges, vs)
+    return [_zeros(x, count) if rows is None else rows for rows, x in zip(found, edges, strict=True)]
 
 
-def _batched(ys: Sequence[Tensor], xs: Sequence[Tensor], vs: Sequence[Tensor]) -> Sequence[Tensor | None]:
+def _as_edge(place: Place) -> GradientEdge | None:
+    if not isinstance(place, Tensor):
+        return GradientEdge(*place)
+    return GradientEdge(*edge_of(place)) if place.requires_grad else None
+
+
+def _zeros(x: GradientEdge, count: int) -> Tensor:
+    data = x.node._input_metadata[x.output_nr]
+    return torch.zeros(count, *data.shape, dtype=data.dtype, device=data.device)
+
+
+def _batched(ys: Sequence[GradientEdge], xs: Sequence[GradientEdge], vs: Sequence[Tensor]) -> Sequence[Tensor | None]:
     try:
         return torch.autograd.grad(ys, xs, vs, retain_graph=True, allow_unused=True, is_grads_batched=True)
     except RuntimeError:
@@ -38,7 +54,9 @@ def _batched(ys: Sequence[Tensor], xs: Sequence[Tensor], vs: Sequence[Tensor]) -
         return _one_by_one(ys, xs, vs)
 
 
-def _one_by_one(ys: Sequence[Tensor], xs: Sequence[Tensor], vs: Sequence[Tensor]) -> Sequence[Tensor | None]:
+def _one_by_one(
+    ys: Sequence[GradientEdge], xs: Sequence[GradientEdge], vs: Sequence[Tensor]
+) -> Sequence[Tensor | None]:
     rows = [torch.autograd.grad(ys, xs, v, retain_graph=True, allow_unused=True) for v in zip(*vs, strict=True)]
     return [None if column[0] is None else torch.stack(column) for column in zip(*rows, strict=True)]
 
@@ -72,26 +90,3 @@ def recorded(problem: Problem) -> tuple[Any, int]:
     with twice_differentiable(problem.model), torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
         outputs = problem.outputs()
     return outputs, saved
-
-
-@contextmanager
-def twice_differentiable(model: nn.Module) -> Iterator[None]:
-    """Forward passes in here avoid fused kernels (attention, recurrent layers) whose backward has no derivative."""
-    recurrent = any(isinstance(module, nn.RNNBase) for module in model.modules())
-    with ExitStack() as stack:
-        stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-        for backend in (torch.backends.mkldnn, torch.backends.cudnn) if recurrent else ():
-            stack.enter_context(_quiet(backend.flags(enabled=False)))
-        yield
-
-
-@contextmanager
-def _quiet(context: AbstractContextManager[Any]) -> Iterator[None]:
-    """The same context; mkldnn's warns on the way in and out of settings that are not touched here."""
-    with warnings.catch_warnings(action="ignore"):
-        context.__enter__()
-    try:
-        yield
-    finally:
-        with warnings.catch_warnings(action="ignore"):
-            context.__exit__(None, None, None)

@@ -120,12 +120,52 @@ def test_over_a_loader_is_the_estimate_for_all_the_data() -> None:
     model, (x, y) = mlp().double(), BY_NAME["mlp"].batch
     seen: list[int] = []
     found = hesscale.estimate_over(
-        [(x[:3], y[:3]), (x[3:], y[3:])], "hesscale", model, F.cross_entropy, progress=seen.append
+        "hesscale", model, F.cross_entropy, [(x[:3], y[:3]), (x[3:], y[3:])], progress=seen.append
     )
     torch.testing.assert_close(flat(found), flat(hesscale.estimate("hesscale", model, F.cross_entropy, (x, y))))
     assert seen == [1, 2]
     with pytest.raises(ValueError, match="no examples"):
-        hesscale.estimate_over([], "hesscale", model, F.cross_entropy)
+        hesscale.estimate_over("hesscale", model, F.cross_entropy, [])
+
+
+def weighted_loss(outputs: Tensor, targets: dict[str, Tensor]) -> Tensor:
+    return F.cross_entropy(outputs, targets["labels"])
+
+
+def test_batches_are_weighted_by_examples_not_by_fields() -> None:
+    model, (x, y) = mlp().double(), BY_NAME["mlp"].batch
+    whole = flat(hesscale.estimate("hesscale", model, F.cross_entropy, (x, y)))
+    parts = [slice(0, 4), slice(4, 5)]
+    loaders: list[tuple[Any, list[Any]]] = [
+        (lambda o, t: F.cross_entropy(o, t["labels"]), [(x[part], {"labels": y[part]}) for part in parts]),
+        (lambda o, t: F.cross_entropy(o, t[0]), [(x[part], (y[part], {"too": y[part]})) for part in parts]),
+        (lambda o, t: F.cross_entropy(o, y[: len(o)]) if len(o) == 4 else F.cross_entropy(o, y[4:]),
+         [(x[part], None) for part in parts]),
+    ]  # fmt: skip
+    for loss_fn, loader in loaders:
+        torch.testing.assert_close(flat(hesscale.estimate_over("hesscale", model, loss_fn, loader)), whole)
+    ragged = [(x[part], {"labels": y[part], "other": y[:2]}) for part in parts]
+    with pytest.raises(ValueError, match=r"lengths \[2, 4\]\? Say so: size="):
+        hesscale.estimate_over("hesscale", model, weighted_loss, ragged)
+    found = hesscale.estimate_over("hesscale", model, weighted_loss, ragged, size=lambda batch: len(batch[0]))
+    torch.testing.assert_close(flat(found), whole)
+
+
+def test_what_is_no_pair_or_in_the_wrong_order_is_named() -> None:
+    model, (x, y) = mlp().double(), BY_NAME["mlp"].batch
+    with pytest.raises(TypeError, match=r"estimate_over\(method, model, loss_fn, loader\).*first, not a list"):
+        hesscale.estimate_over([(x, y)], "hesscale", model, F.cross_entropy)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"estimate\(method, model, loss_fn, batch\).*first, not a Sequential"):
+        hesscale.estimate(model, "hesscale", F.cross_entropy, (x, y))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"pair \(inputs, targets\), not a dict; for batches b"):
+        hesscale.estimate_over("hesscale", model, F.cross_entropy, [{"input": x, "labels": y}])  # type: ignore[list-item]
+    with pytest.raises(TypeError, match=r"not a tuple of length 3"):
+        hesscale.estimate("hesscale", model, F.cross_entropy, (x, y, y))  # type: ignore[arg-type]
+    batch = {"input": x, "labels": y}
+    found = hesscale.estimate_over(
+        "hesscale", model, F.cross_entropy, [({"input": b["input"]}, b["labels"]) for b in [batch]]
+    )
+    torch.testing.assert_close(found, hesscale.estimate("hesscale", model, F.cross_entropy, (x, y)))
 
 
 def test_mistakes_are_named() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,13 +60,26 @@ Behind = Callable[[Any, Examples, Shape, int, Shape], Examples | None]
 """(node, examples in an output, shape of it, number of an input, shape of it) → examples in the input."""
 
 
-def follow(graph: Graph, wiring: Wiring, seeds: Iterable[Edge]) -> dict[Edge, Examples | None]:
-    """The examples in all tensors behind the seeds, whose first dimension they are; None where they have been mixed."""
-    found: dict[Edge, Examples | None] = {}
-    for node, nr in seeds:
-        shape = wiring.shapes[graph.places[node]][nr]
-        first, size = shape[:1].numel(), shape.numel()
-        found[node, nr] = Examples(first, size // first) if size else None
+@dataclass(frozen=True)
+class Mixed:
+    """The examples cannot be told apart any more, or nobody knows how, since this operation."""
+
+    by: str
+
+
+Layout = Examples | Mixed
+
+
+def along_first(shape: Shape) -> Layout:
+    """The layout of a tensor whose first dimension is that of the examples."""
+    size = math.prod(shape)
+    first = shape[0] if len(shape) else 1
+    return Examples(first, size // first) if size else Mixed("an empty tensor")
+
+
+def follow(graph: Graph, wiring: Wiring, seeds: Mapping[Edge, Layout]) -> dict[Edge, Layout]:
+    """The layout of all tensors behind the seeds, whose own is given."""
+    found = dict(seeds)
     for place in wiring.order:
         node = graph.nodes[place]
         outputs = [(found[node, nr], shape) for nr, shape in enumerate(wiring.shapes[place]) if (node, nr) in found]
@@ -74,19 +87,27 @@ def follow(graph: Graph, wiring: Wiring, seeds: Iterable[Edge]) -> dict[Edge, Ex
             if link is None or input is None:
                 continue
             edge = graph.edge(link)
-            for examples, output in outputs:
-                own = None if examples is None else _behind(node, examples, output, index, input)
+            for layout, output in outputs:
+                own = _layout_behind(node, layout, output, index, input)
                 found[edge] = _joined(found[edge], own, input.numel()) if edge in found else own
     return found
 
 
-def _joined(first: Examples | None, second: Examples | None, size: int) -> Examples | None:
+def _layout_behind(node: Any, layout: Layout, output: Shape, index: int, input: Shape) -> Layout:
+    if isinstance(layout, Mixed):
+        return layout
+    return _behind(node, layout, output, index, input) or Mixed(node.name())
+
+
+def _joined(first: Layout, second: Layout, size: int) -> Layout:
     """What two uses of a tensor have in common: the same examples, or the larger groups if those hold the smaller."""
-    if first is None or second is None or first == second:
-        return first if first == second else None
+    if isinstance(first, Mixed) or first == second:
+        return first
+    if isinstance(second, Mixed):
+        return second
     few, many = sorted((first, second), key=lambda examples: examples.count)
     nested = few.count * few.stride == many.count * many.stride == size and few.stride % many.stride == 0
-    return few if nested else None
+    return few if nested else Mixed("two orders of the batch")
 
 
 def _behind(node: Any, examples: Examples, output: Shape, index: int, input: Shape) -> Examples | None:
@@ -123,8 +144,9 @@ def _apart(*pairs: tuple[int, int] | None) -> Behind:
 def _along(node: Any, examples: Examples, output: Shape, index: int, input: Shape) -> Examples | None:
     """Of ops along one dimension or several."""
     rank = max(len(output), len(input))
-    saved = node._saved_dim
-    dims = [signed(dim) % rank for dim in (saved if isinstance(saved, (tuple, list)) else (saved,))] if rank else []
+    saved = node._saved_dims if hasattr(node, "_saved_dims") else node._saved_dim
+    given = saved if isinstance(saved, (tuple, list)) else () if saved is None else (saved,)  # None: along all of them
+    dims = [signed(dim) % rank for dim in given] if rank else []
     return examples.through(output, input, min(dims), rank - 1 - max(dims)) if dims else None
 
 
@@ -134,9 +156,20 @@ def _inside(node: Any, examples: Examples, output: Shape, index: int, input: Sha
     return examples.through(output, input, lead, 0) if index == 0 else None
 
 
+def _padded(node: Any, examples: Examples, output: Shape, index: int, input: Shape) -> Examples | None:
+    return examples.through(output, input, len(output) - len(node._saved_pad) // 2, 0)
+
+
 def _batch_norm(node: Any, examples: Examples, output: Shape, index: int, input: Shape) -> Examples | None:
     """With the statistics of the batch every example depends on every other."""
     return examples if index == 0 and not node._saved_training else None
+
+
+def _recurrent(node: Any, examples: Examples, output: Shape, index: int, input: Shape) -> Examples | None:
+    """Of a fused layer over [time, examples, units], or its last state; weights, which all share, come second."""
+    if 0 < index < 5 or examples != Examples(output[-2], output[-1]):
+        return None
+    return Examples(output[-2], input[-1])
 
 
 def _permuted(node: Any, examples: Examples, output: Shape, index: int, input: Shape) -> Examples | None:
@@ -166,33 +199,48 @@ _KINDS: dict[str, Behind] = {
         ),
         _reshaped,
     ),
-    **dict.fromkeys(("PermuteBackward0", "TBackward0", "TransposeBackward0"), _permuted),
+    **dict.fromkeys(("PermuteBackward0", "TBackward0", "TransposeBackward0", "TransposeBackward1"), _permuted),
     **dict.fromkeys(("ExpandBackward0", "MaskedFillBackward0"), _pointwise),
     **dict.fromkeys(
         (
             "AmaxBackward0",
+            "AminBackward0",
             "CatBackward0",
+            "CumsumBackward0",
+            "FlipBackward0",
+            "GatherBackward0",
             "GluBackward0",
+            "IndexSelectBackward0",
+            "LinalgVectorNormBackward0",
             "LogSoftmaxBackward0",
             "LogsumexpBackward0",
             "MaxBackward0",
             "MeanBackward1",
+            "MinBackward0",
+            "ProdBackward1",
+            "RollBackward0",
             "SelectBackward0",
             "SliceBackward0",
             "SoftmaxBackward0",
             "SplitBackward0",
             "SplitWithSizesBackward0",
             "StackBackward0",
+            "StdBackward0",
             "SumBackward1",
             "UnbindBackward0",
+            "UnsafeSplitBackward0",
+            "UnsafeSplitWithSizesBackward0",
+            "VarBackward0",
         ),
         _along,
     ),
     **dict.fromkeys(
         (
             "AdaptiveAvgPool2DBackward0",
+            "AdaptiveAvgPool3DBackward0",
             "AdaptiveMaxPool2DBackward0",
             "AvgPool2DBackward0",
+            "AvgPool3DBackward0",
             "ConvolutionBackward0",
             "MaxPool2DWithIndicesBackward0",
             "MaxPool3DWithIndicesBackward0",
@@ -203,7 +251,9 @@ _KINDS: dict[str, Behind] = {
         _apart(_FIRST),
     ),
     **dict.fromkeys(("FusedRmsNormBackward0", "NativeLayerNormBackward0"), _inside),
+    "ConstantPadNdBackward0": _padded,
     "NativeBatchNormBackward0": _batch_norm,
+    "MkldnnRnnLayerBackward0": _recurrent,
     "MmBackward0": _apart(_FIRST, (0, 1)),
     "AddmmBackward0": _apart(None, _FIRST, (0, 1)),
     "BmmBackward0": _apart(_FIRST, (1, 1)),

@@ -1,0 +1,146 @@
+"""The one call: a table of estimators, and what a user hands to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..columns.dial import Rank, checked_rank
+from .exact import ggn, hessian
+from .kfac import kfac
+from .problem import LossFunction, Problem, chosen_parameters, without_traces
+from .propagated import bl89, hesscale, hesscale_gn, squared_gradient
+from .sampled import ggn_mc, hutchinson
+
+Estimator = Callable[[Problem], Sequence[Tensor | None]]
+"""From a problem to one diagonal per parameter; None where the loss does not depend on it."""
+
+ESTIMATORS: Mapping[str, Estimator] = {
+    "hesscale": hesscale,
+    "hesscale_gn": hesscale_gn,
+    "bl89": bl89,
+    "hessian": hessian,
+    "ggn": ggn,
+    "hutchinson": hutchinson,
+    "ggn_mc": ggn_mc,
+    "kfac": kfac,
+    "squared_gradient": squared_gradient,
+}
+
+
+def estimate(
+    method: str,
+    model: nn.Module,
+    loss_fn: LossFunction,
+    batch: tuple[Any, Any],
+    *,
+    params: Sequence[str] | None = None,
+    samples: int = 1,
+    rank: Rank = 0,
+    generator: torch.Generator | None = None,
+) -> dict[str, Tensor]:
+    """The diagonal of ``loss_fn(model(inputs), targets)`` as ``method`` sees it, by parameter name.
+
+    ``batch`` is (inputs, targets); a tuple of inputs becomes several arguments of the model, a mapping named ones.
+    ``params`` names the parameters wanted, all that require grad if None. ``samples`` and ``generator`` matter to
+    ``hutchinson``, ``ggn_mc`` and ``kfac``; without a generator every call draws afresh, and nobody can repeat it.
+    ``rank`` is for ``hesscale`` and ``hesscale_gn``, as in ``hesscale.backward``.
+
+    Nothing is left behind: no ``.grad``, no ``.curvature``, buffers and torch's own generators as they were. Dropout in
+    training mode uses the mask that the next forward pass would use.
+    """
+    _check_method(method, "estimate(method, model, loss_fn, batch)")
+    if samples < 1:
+        raise ValueError(f"samples must be at least 1, not {samples}")
+    if checked_rank(rank) and method not in ("hesscale", "hesscale_gn"):
+        raise ValueError(f"rank= goes with 'hesscale' and 'hesscale_gn', not with {method!r}")
+    inputs, targets = _pair(batch)
+    chosen = chosen_parameters(model, params)
+    generator = _fresh() if generator is None else generator
+    problem = Problem(model, loss_fn, inputs, targets, chosen, samples, generator, rank)
+    with without_traces(model):
+        found = ESTIMATORS[method](problem)
+    return {
+        name: torch.zeros_like(p) if s is None else s.detach()
+        for (name, p), s in zip(chosen.items(), found, strict=True)
+    }
+
+
+def estimate_over(
+    method: str,
+    model: nn.Module,
+    loss_fn: LossFunction,
+    loader: Iterable[tuple[Any, Any]],
+    *,
+    params: Sequence[str] | None = None,
+    samples: int = 1,
+    rank: Rank = 0,
+    generator: torch.Generator | None = None,
+    size: Callable[[Any], int] | None = None,
+    progress: Callable[[int], None] = lambda done: None,
+) -> dict[str, Tensor]:
+    """The mean of ``estimate`` over the batches of ``loader``, each weighted by its number of examples.
+
+    For a ``loss_fn`` that averages over examples this is the estimate for the whole data set's mean loss. ``size``
+    says how many examples a batch has; without it, it is the length of the tensors in the targets (or in the inputs, if
+    there are none), however deep in tuples and mappings. ``progress`` is told how many batches are done.
+    """
+    _check_method(method, "estimate_over(method, model, loss_fn, loader)")
+    generator = _fresh() if generator is None else generator
+    totals: dict[str, Tensor] = {}
+    count = 0
+    for done, batch in enumerate(loader, start=1):
+        examples = _examples(*_pair(batch)) if size is None else size(batch)
+        found = estimate(method, model, loss_fn, batch, params=params, samples=samples, rank=rank, generator=generator)
+        count += examples
+        for name, s in found.items():
+            totals[name] = totals[name].add_(s, alpha=examples) if name in totals else s * examples
+        progress(done)
+    if not count:
+        raise ValueError("the loader gave no examples")
+    return {name: total / count for name, total in totals.items()}
+
+
+def _check_method(method: Any, call: str) -> None:
+    if not isinstance(method, str):
+        raise TypeError(f"call {call}: the method's name comes first, not a {type(method).__name__}")
+    if method not in ESTIMATORS:
+        raise ValueError(f"unknown method {method!r}: choose one of {', '.join(map(repr, ESTIMATORS))}")
+
+
+def _pair(batch: Any) -> tuple[Any, Any]:
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+        length = f" of length {len(batch)}" if isinstance(batch, (tuple, list)) else ""
+        raise TypeError(
+            f"a batch must be a pair (inputs, targets), not a {type(batch).__name__}{length}; for batches b that hold "
+            "both, pass (b, b['labels']): a mapping becomes named arguments of the model"
+        )
+    return batch[0], batch[1]
+
+
+def _examples(inputs: Any, targets: Any) -> int:
+    """The length that all tensors of the targets have in common, or those of the inputs if there are none."""
+    lengths = set(_lengths(targets)) or set(_lengths(inputs))
+    if len(lengths) != 1:
+        raise ValueError(
+            f"how many examples has a batch whose tensors have the lengths {sorted(lengths)}? Say so: size=..., a "
+            "function of the batch"
+        )
+    return lengths.pop()
+
+
+def _lengths(values: Any) -> Iterator[int]:
+    if isinstance(values, Tensor):
+        yield from values.shape[:1]
+    elif isinstance(values, (Mapping, tuple, list)):
+        for value in values.values() if isinstance(values, Mapping) else values:
+            yield from _lengths(value)
+
+
+def _fresh() -> torch.Generator:
+    generator = torch.Generator()
+    generator.seed()  # torch's default would be the same draws in every call
+    return generator
