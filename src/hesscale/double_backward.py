@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-from .graph import edge_of, trace
+from .graph import WEIGHT_NORM, edge_of, trace
 
 _WRONG = "WeightNormInterfaceBackward0"
 _REFUSAL = (
@@ -52,7 +52,7 @@ class _PlainWeightNorm(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if function is torch._weight_norm:
+        if function is WEIGHT_NORM:
             return _weight_norm(*args, **(kwargs or {}))
         return function(*args, **(kwargs or {}))
 

@@ -73,6 +73,9 @@ refuse_without(*REQUIRED)
 storage_users: Final[Callable[[int], int] | None] = getattr(torch._C, "_storage_Use_Count", None)
 """How many tensors share the storage with this ``storage_id``."""
 
+WEIGHT_NORM: Final[Any] = getattr(torch, "_weight_norm", None)
+"""What ``weight_norm`` calls; its double backward is wrong (double_backward.py)."""
+
 _is_wrapped: Final[Any] = getattr(torch._C._functorch, "is_functorch_wrapped_tensor", None)
 _get_group: Final[Any] = getattr(torch._C, "_get_graph_exec_group", None)
 _set_group: Final[Any] = getattr(torch._C, "_set_graph_exec_group", None)
