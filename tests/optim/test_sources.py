@@ -1,6 +1,7 @@
 """The sampled sources of AdaHessian and AdaGGNMC: right on average, and where they write."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hesscale
+from hesscale.optim import CurvatureScaled
 
 from .small import assert_same, loss_of, network, random
 
@@ -172,3 +174,27 @@ def test_curvature_belongs_to_its_gradient(preset: type[hesscale.AdaGGNMC] | typ
     model.zero_grad()
     second = curvatures(1)
     torch.testing.assert_close(both, [a + b for a, b in zip(first, second, strict=True)])
+
+
+@pytest.mark.parametrize("rank", [0, 1, 3, "full"])
+@pytest.mark.parametrize("preset", [hesscale.AdaHesScale, hesscale.AdaHesScaleGN])
+@pytest.mark.parametrize("attached", [False, True])
+def test_rank_is_that_of_every_pass(preset: type[CurvatureScaled], rank: Any, attached: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    x, y = torch.randn(8, 4, dtype=torch.float64), torch.arange(8) % 3
+    optimizer = preset(model.parameters(), rank=rank)
+    loss = F.cross_entropy(model(x), y)
+    optimizer.attach(loss).backward() if attached else optimizer.backward(loss)
+    method = "hesscale" if preset is hesscale.AdaHesScale else "hesscale_gn"
+    expected = hesscale.diagonal(F.cross_entropy(model(x), y), model, method=method, rank=rank)
+    for name, p in model.named_parameters():
+        assert torch.equal(p.curvature, expected[name])
+    optimizer.step()
+
+
+@pytest.mark.parametrize("preset", [hesscale.AdaBL89, hesscale.AdaHessian, CurvatureScaled])
+def test_rank_is_refused_where_there_are_no_columns(preset: type[CurvatureScaled]) -> None:
+    with pytest.raises(ValueError, match="rank= goes with"):
+        preset(nn.Linear(2, 2).parameters(), rank=1)
+    with pytest.raises(ValueError, match="rank"):
+        hesscale.AdaHesScale(nn.Linear(2, 2).parameters(), rank=-1)

@@ -14,11 +14,12 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from .. import distributed
+from ..columns.dial import Rank
 from ..graph import LOW_PRECISION
 from . import amp, checkpoints, checks
 from .arming import armed, suspended
 from .shards import PLAIN, local, total
-from .sources import Source
+from .sources import Source, with_rank
 from .updates import Factors, Form, Formula, Slot, factors, forms_of, metric
 
 CurvatureHook = Callable[["CurvatureScaled"], None]
@@ -39,7 +40,8 @@ class CurvatureScaled(Optimizer):
     - ``scale``: how V averages: "rms" as above, "mean_abs" V = EMA(|h|) or "mean" V = EMA(h) with |V̂| + eps below.
     - ``eps_inside_root``: √(V̂ + eps), as in Algorithm 2 of Elsayed & Mahmood; their code has it outside.
     - ``trust_region=δ``: the updates u of all groups are scaled by min(1, √(2δ / Σ c u²)), c = √V.
-    - ``source``: which pass ``backward``, ``attach`` and ``armed`` use to compute curvature (sources.py).
+    - ``source``: which pass ``backward``, ``attach`` and ``armed`` use to compute curvature (sources.py); ``rank``: how
+      many columns it carries beside the diagonal, as in ``hesscale.backward``.
     - ``fused``: one call of C++, compiled when first needed; None: on a CPU, if it can be had. ``capturable``: nothing
       is read back to the host, so non-finite values are not looked for.
 
@@ -61,6 +63,7 @@ class CurvatureScaled(Optimizer):
         eps_inside_root: bool = False,
         trust_region: float | None = None,
         source: Source | None = None,
+        rank: Rank = 0,
         maximize: bool = False,
         foreach: bool | None = None,
         fused: bool | None = None,
@@ -83,7 +86,8 @@ class CurvatureScaled(Optimizer):
             "differentiable": differentiable,
             "steps": 0,
         }
-        self.source = self.SOURCE if source is None else source
+        source = self.SOURCE if source is None else source
+        self.source = with_rank(source, rank) if rank else source
         super().__init__(params, defaults)
         self._start_afresh()
 

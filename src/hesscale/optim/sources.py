@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -18,8 +18,11 @@ from torch import Tensor
 from .. import leaves
 from ..backward import attach
 from ..backward import backward as curvature_backward
+from ..columns.dial import Rank, checked_rank
 from ..columns.hutchinson import hutchinson
 from ..columns.sampled import sampled_gauss_newton
+
+RANKED = ("hesscale", "hesscale_gn")
 
 _NO_PARAMETER = (
     "the loss depends on no parameter of this optimizer (sampled curvature cannot see parameters that "
@@ -49,16 +52,28 @@ class Source(ABC):
 
 @dataclass(frozen=True)
 class Propagated(Source):
-    """One of the methods of ``hesscale.backward``, with its options."""
+    """One of the methods of ``hesscale.backward``, with its options; ``rank`` is that of every pass."""
 
     name: str = "hesscale"
+    rank: Rank = 0
     attaches: ClassVar[bool] = True
 
+    def __post_init__(self) -> None:
+        if checked_rank(self.rank) and self.name not in RANKED:
+            raise ValueError(f"rank= goes with the methods {' and '.join(RANKED)}, not with {self.name}")
+
     def __call__(self, loss: Tensor, params: Sequence[Tensor], *, retain_graph: bool, **options: Any) -> None:
-        curvature_backward(loss, method=self.name, retain_graph=retain_graph, **options)
+        curvature_backward(loss, method=self.name, rank=self.rank, retain_graph=retain_graph, **options)
 
     def attach(self, loss: Tensor, **options: Any) -> Tensor:
-        return attach(loss, method=self.name, **options)
+        return attach(loss, method=self.name, rank=self.rank, **options)
+
+
+def with_rank(source: Source | None, rank: Rank) -> Source:
+    """The same source with so many columns carried beside the diagonal."""
+    if not isinstance(source, Propagated):
+        raise ValueError("rank= goes with AdaHesScale and AdaHesScaleGN, whose curvature hesscale.backward propagates")
+    return replace(source, rank=rank)
 
 
 @dataclass(frozen=True)
