@@ -197,10 +197,8 @@ class Walk:
 
     def _at(self, link: Link) -> Tensor | None:
         """The curvature that has come to an edge, by the walk and by columns."""
-        return added(self._pending.get(link), self._squares(link))
-
-    def _squares(self, link: Link) -> Tensor | None:
-        return None if self._dial is None else self._dial.squares.get(link)
+        s = self._pending.get(link)
+        return s if self._dial is None else added(s, self._dial.squares.get(link))
 
     def _link(self, tensor: Tensor) -> Link:
         assert self._graph is not None
