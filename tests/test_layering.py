@@ -25,6 +25,7 @@ LAYERS = (
     "testing",
     "columns",
     "estimators",
+    "compiled",
     "distributed",
     "optim",
     "applications",

@@ -144,6 +144,23 @@ def diagonal(
             generator=generator,
         )
         return dict(zip(inputs, found, strict=True))
+    options: dict[str, Any] = {"method": method, "output": output, "missing": missing, "generator": generator}
+    return derivatives(y, inputs, gradient, curvature, retain_graph=retain_graph, **options)[1]
+
+
+def derivatives(
+    y: Tensor,
+    inputs: Tensors,
+    gradient: Tensor | None = None,
+    curvature: Tensor | None = None,
+    *,
+    method: str = "hesscale",
+    output: Tensors | None = None,
+    retain_graph: bool = False,
+    missing: Missing = "raise",
+    generator: torch.Generator | None = None,
+) -> tuple[tuple[Tensor | None, ...], tuple[Tensor | None, ...]]:
+    """The gradient and the curvature of ``y`` at each of ``inputs``, in one pass; arguments as in ``diagonal``."""
     tensors = _checked_inputs(inputs)
     _check_start(y, gradient, curvature)
     _check_scalar(y, gradient)
@@ -152,7 +169,7 @@ def diagonal(
         grads = torch.autograd.grad(y, tensors, gradient, retain_graph=retain_graph, allow_unused=True)
     finally:
         walk.disarm()
-    return walk.results(tensors, [grad is not None for grad in grads])
+    return grads, walk.results(tensors, [grad is not None for grad in grads])
 
 
 def _checked_inputs(inputs: Tensors) -> tuple[Tensor, ...]:

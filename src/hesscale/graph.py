@@ -17,6 +17,10 @@ Not needed; everything else works without them (tests/test_graph.py takes them a
 - ``UntypedStorage._cdata``: telling whether two tensors share memory; without it data pointers do
 - ``_storage_Use_Count``: only speed; without it no scratch memory is kept
 - ``Function._forward_cls``: finding the rule of a ``torch.autograd.Function`` by its class; by its name otherwise
+- ``_len_torch_dispatch_stack``, ``_DisableTorchDispatch``: knowing that a pass is traced; only ``compile`` needs them,
+  and ``_subclasses.FakeTensorMode``, ``_dynamo.lookup_backend``, ``_inductor.compile``, and the exceptions of tensors
+  without values
+- ``PyCodeCache.modules``, ``empty_strided_cpu`` in them: only speed; without them compiled code allocates afresh
 """
 
 from __future__ import annotations
@@ -70,6 +74,7 @@ storage_users: Final[Callable[[int], int] | None] = getattr(torch._C, "_storage_
 _is_wrapped: Final[Any] = getattr(torch._C._functorch, "is_functorch_wrapped_tensor", None)
 _get_group: Final[Any] = getattr(torch._C, "_get_graph_exec_group", None)
 _set_group: Final[Any] = getattr(torch._C, "_set_graph_exec_group", None)
+_modes: Final[Callable[[], int]] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
 
 
 @dataclass(frozen=True)
@@ -134,6 +139,27 @@ def edge_of(tensor: Tensor) -> Edge:
 def is_transformed(tensor: Tensor) -> bool:
     """Whether a tensor lives inside a transform of torch.func, which hides its memory."""
     return _is_wrapped is not None and bool(_is_wrapped(tensor))
+
+
+def is_traced() -> bool:
+    """Whether something watches torch's operations, as a compiler does: tensors may have no values then."""
+    return _modes() > 0
+
+
+def value_of(x: Tensor) -> Any:
+    """The number in a tensor of one element; None where it is traced and will be another one in each run."""
+    if not is_traced():
+        return x.item()
+    with torch._C._DisableTorchDispatch():
+        return x.item() if type(x) is Tensor else None
+
+
+def unwrapped(x: Any) -> Any:
+    """A Python number that torch keeps as a tensor, while tracing, when only tensors are taken; else ``x`` itself."""
+    if type(x) is not Tensor or x.dim() or not is_traced():
+        return x
+    with torch._C._DisableTorchDispatch():
+        return x.clone()
 
 
 def storage_id(tensor: Tensor) -> int:
@@ -298,3 +324,58 @@ def plain_mode() -> Iterator[None]:
         for kind in _CASTING:
             stack.enter_context(torch.autocast(kind, enabled=False))
         yield
+
+
+def stand_ins(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors like these without values and memory, no two of which are one, for a tracer to compute with."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
+    with mode:
+        return [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in tensors]
+
+
+@contextmanager
+def without_mkldnn() -> Iterator[None]:
+    """No kernels of oneDNN: its fused LSTM can be neither differentiated twice nor compiled."""
+    enabled = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(enabled)
+
+
+def value_errors() -> tuple[type[Exception], ...]:
+    """What is raised where a traced program asks for the value of a tensor."""
+    from torch._subclasses import fake_tensor
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    names = ("DataDependentOutputException", "DynamicOutputShapeException")
+    return GuardOnDataDependentSymNode, *(getattr(fake_tensor, name) for name in names)
+
+
+def lowered(module: Any, inputs: Sequence[Tensor], backend: Any, settings: Mapping[str, Any]) -> Callable[..., Any]:
+    """What a backend of torch.compile makes of a traced module; ``settings`` are Inductor's."""
+    import torch._dynamo
+
+    if backend != "inductor":
+        found = torch._dynamo.lookup_backend(backend)
+        run: Callable[..., Any] = found(module, list(inputs))
+        return run
+    import torch._inductor
+
+    compiled: Callable[..., Any] = torch._inductor.compile(module, list(inputs), options=dict(settings))
+    return compiled
+
+
+def replace_allocator(wrap: Callable[[Callable[..., Tensor]], Callable[..., Tensor]]) -> None:
+    """Makes all code that Inductor has generated so far take its memory on the CPU from ``wrap`` of what it used."""
+    from torch._inductor.codecache import PyCodeCache
+
+    for module in getattr(PyCodeCache, "modules", ()):
+        allocate = getattr(module, "empty_strided_cpu", None)
+        if allocate is not None and not hasattr(allocate, "replaced"):
+            module.empty_strided_cpu = wrap(allocate)
+            module.empty_strided_cpu.replaced = True

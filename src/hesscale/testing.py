@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .backward import diagonal
+from .graph import without_mkldnn
 
 
 def exact_diagonal(y: Tensor, inputs: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -112,7 +112,7 @@ def compare_with_exact(
         torch.random.set_rng_state(state)
         return loss_fn(model(inputs), targets)
 
-    with sdpa_kernel(SDPBackend.MATH), _without_mkldnn():
+    with sdpa_kernel(SDPBackend.MATH), without_mkldnn():
         estimates = diagonal(loss(), list(named.values()), method=method)
         grads = torch.autograd.grad(loss(), list(named.values()), create_graph=True, allow_unused=True)
     generator = torch.Generator().manual_seed(seed)
@@ -122,17 +122,6 @@ def compare_with_exact(
             places = torch.randperm(p.numel(), generator=generator)[:entries]
             results[name] = _compared(estimate.reshape(-1)[places.to(p.device)], _entries(grad, p, places))
     return results
-
-
-@contextlib.contextmanager
-def _without_mkldnn() -> Iterator[None]:
-    """Its fused LSTM cannot be differentiated twice either."""
-    enabled = torch._C._get_mkldnn_enabled()
-    torch._C._set_mkldnn_enabled(False)
-    try:
-        yield
-    finally:
-        torch._C._set_mkldnn_enabled(enabled)
 
 
 def _entries(grad: Tensor, p: Tensor, places: Tensor) -> Tensor:

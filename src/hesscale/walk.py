@@ -68,6 +68,7 @@ class Walk:
         self.scope: Callable[[], AbstractContextManager[None]] = nullcontext
         self._is_mixed = False  # g may be in half precision, or have a graph of its own
         self._is_recorded = False  # create_graph=True
+        self._is_traced = graphs.is_traced()
         weakref.finalize(self, _remove_all, self._handles)  # a backward that fails elsewhere does not tell us
         is_passed = bool(plan.stops or plan.leaves)
         self._arming = graph.nodes[0].register_prehook(self._start) if is_passed else None
@@ -84,7 +85,7 @@ class Walk:
         if stop.is_loss:  # with create_graph=True g depends on x; f'' is wanted at this g
             g = [None if grad is None else widened(grad.detach()) for grad in grads] if self._is_mixed else grads
         node: Any = graph.nodes[stop.place]
-        seen = View(node) if stop.place in self._half else node
+        seen = View(node) if self._is_traced or stop.place in self._half else node
         if stop.region is not None:
             found: Iterable[tuple[Link | None, Tensor | None]] = region_curvatures(
                 stop.region, graph, s[0], g[0], self._plan.targets

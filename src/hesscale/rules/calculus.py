@@ -9,12 +9,17 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from ..graph import LOW_PRECISION, Edge, call, nested_gradient, on_arrival
+from ..graph import LOW_PRECISION, Edge, call, nested_gradient, on_arrival, unwrapped
+from ..graph import is_traced as is_traced
+from ..graph import value_of as value_of
 
 
 @final
 class View:
-    """A node as rules see it: what it saved in half precision is read in single. Everything else is the node's own."""
+    """A node as rules see it: what it saved in half precision is read in single, and numbers while tracing as tensors.
+
+    Everything else is the node's own.
+    """
 
     __slots__ = ("node",)
 
@@ -24,7 +29,7 @@ class View:
     def __getattr__(self, name: str) -> Any:
         value = getattr(self.node, name)
         if isinstance(value, Tensor):
-            return widened(value)
+            return widened(unwrapped(value))
         return tuple(map(widened, value)) if isinstance(value, tuple) else value
 
     def __call__(self, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -34,6 +39,17 @@ class View:
 def widened(value: Any) -> Any:
     """A tensor of half precision in single precision; anything else as it is."""
     return value.float() if isinstance(value, Tensor) and value.dtype in LOW_PRECISION else value
+
+
+def number(factor: Any) -> Any:
+    """A 0-dim factor on the CPU as a Python number, which leaves the dtype of whatever it multiplies alone.
+
+    Anything else as it is, and so a factor whose value is not known while a pass is traced.
+    """
+    if not isinstance(factor, Tensor) or factor.dim() or factor.device.type != "cpu":
+        return factor
+    value = value_of(factor)
+    return factor if value is None else value
 
 
 def pull(node: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
