@@ -40,7 +40,7 @@ _SAMPLE = "missing='sample' cannot be compiled: register a rule, or pass missing
 _NO_LEAF = "an argument of the step requires grad but is no leaf: detach it, or compute it inside loss_fn"
 
 
-def compile(  # noqa: A001  (as torch.compile)
+def compile(
     loss_fn: Callable[..., Any],
     model: nn.Module,
     *,
@@ -155,6 +155,7 @@ class Step:
             program = self._compiled(kind, call)
         self._programs.move_to_end(kind)
         inputs = call.inputs
+        leaves.clear_orphans()  # whose memory may serve again
         with torch.no_grad(), plain_mode(), _memory_of(inputs):
             tensors = program.run(*inputs)
             return self._written(program, call, tensors)
@@ -226,7 +227,6 @@ class Step:
         returned = [_own(t, taken, program.copies) for t in tensors[:count]]
         if program.copies:
             taken.update(map(storage_id, tensors))
-        leaves.clear_orphans()
         continued = [leaves.continues(leaf) for leaf in reached]
         for leaf, grad in zip(reached, grads, strict=True):
             _accumulate(leaf, grad, taken)

@@ -163,7 +163,7 @@ class CurvatureScaled(Optimizer):
         return armed(self, options)
 
     def compile(self, loss_fn: Callable[..., Any], model: nn.Module, **options: Any) -> Step:
-        """``hesscale.compile(loss_fn, model)`` with this optimizer's method, and without curvature when it is not due."""
+        """``hesscale.compile(loss_fn, model)`` by this optimizer's method; without curvature where it is not due."""
         return compile_for(self, loss_fn, model, method=self._known_source().name, **options)
 
     def _known_source(self) -> Source:
