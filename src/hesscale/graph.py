@@ -18,8 +18,8 @@ Not needed; everything else works without them (tests/test_graph.py takes them a
 - ``_storage_Use_Count``: only speed; without it no scratch memory is kept
 - ``Function._forward_cls``: finding the rule of a ``torch.autograd.Function`` by its class; by its name otherwise
 - ``_len_torch_dispatch_stack``, ``_DisableTorchDispatch``: knowing that a pass is traced; only ``compile`` needs them,
-  and ``_subclasses.FakeTensorMode``, ``_dynamo.lookup_backend``, ``_inductor.compile``, and the exceptions of tensors
-  without values
+  and ``_subclasses.FakeTensorMode``, ``ShapeEnv``, ``_dynamo.lookup_backend``, ``_inductor.compile``, and the
+  exceptions of tensors without values
 - ``PyCodeCache.modules``, ``empty_strided_cpu`` in them: only speed; without them compiled code allocates afresh
 """
 
@@ -326,14 +326,38 @@ def plain_mode() -> Iterator[None]:
         yield
 
 
-def stand_ins(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Tensors like these without values and memory, no two of which are one, for a tracer to compute with."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+Guard = Callable[[Sequence[Tensor]], bool]
+"""Whether what was traced with sizes as symbols holds for these tensors."""
 
-    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
+
+def stand_ins(fixed: Sequence[Tensor], dynamic: Sequence[Tensor] = ()) -> tuple[list[Tensor], Callable[[], Guard]]:
+    """Tensors like these without values and memory, no two of which are one, for a tracer to compute with.
+
+    The sizes of those in ``dynamic`` are symbols. When tracing is done, the function returned beside them tells what
+    it has taken for granted of those sizes.
+    """
+    from torch._dynamo.source import ConstantSource
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+    sizes: Any = ShapeEnv()
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=sizes, static_shapes=not dynamic)
     with mode:
-        return [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in tensors]
+        found = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in fixed]
+    symbolic = [
+        mode.from_tensor(
+            t.detach(),
+            symbolic_context=StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC] * t.dim()),
+            source=ConstantSource(f"batch{index}"),
+        )
+        for index, t in enumerate(dynamic)
+    ]
+
+    def guard() -> Guard:
+        code = sizes.produce_guards_expression(symbolic) if symbolic else None
+        return lambda tensors: code is None or bool(sizes.evaluate_guards_expression(code, tensors))
+
+    return [*found, *symbolic], guard
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from .. import leaves
 from ..backward import Missing
 from ..fast.workspace import lending, use_workspace, workspace_of
-from ..graph import lowered, plain_mode, replace_allocator, storage_id
+from ..graph import Guard, lowered, plain_mode, replace_allocator, storage_id
 from ..plan import method_named
 from .tracing import Call, Result, trace_call
 
@@ -50,17 +50,18 @@ def compile(
     backend: str | Callable[..., Any] = "inductor",
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
+    dynamic: bool = False,
 ) -> Step:
     """A function ``step(*batch)`` that runs ``loss_fn(model, *batch)``, its gradient and its curvature, compiled.
 
     It returns what ``loss_fn`` returns, the loss or a tuple that begins with it, without a graph, and fills ``p.grad``
     and ``p.curvature`` as ``hesscale.backward(loss)`` does; the same for tensors of the batch that require grad.
     ``method`` and ``missing`` as there ("raise" or "exact"); ``output`` picks the network's output from what
-    ``loss_fn`` returns: ``output=lambda loss, logits: logits``. ``backend``, ``mode`` and ``options`` as in
-    ``torch.compile``. Each new kind of call (shapes, training or not, frozen parameters, ...) is traced and compiled
+    ``loss_fn`` returns: ``output=lambda loss, logits: logits``. ``backend``, ``mode``, ``options`` and
+    ``dynamic`` (one graph for all sizes of the batch, as far as they do not matter) as in ``torch.compile``. Each new kind of call (shapes, training or not, frozen parameters, ...) is traced and compiled
     when it first comes; ``logging.getLogger("hesscale.compile")`` says why.
     """
-    return Step(loss_fn, model, Settings(method, output, missing, backend, mode, dict(options or {})))
+    return Step(loss_fn, model, Settings(method, output, missing, backend, mode, dict(options or {}), dynamic))
 
 
 class Optimizer(Protocol):
@@ -89,6 +90,7 @@ class Settings:
     backend: str | Callable[..., Any]
     mode: str | None
     options: Mapping[str, Any]
+    dynamic: bool
 
     @property
     def for_inductor(self) -> dict[str, Any]:
@@ -97,7 +99,7 @@ class Settings:
             return dict(self.options)
         from torch import _inductor
 
-        return {**_inductor.list_mode_options(self.mode), **self.options}
+        return {**_inductor.list_mode_options(self.mode, self.dynamic), **self.options}
 
 
 class Kind(NamedTuple):
@@ -130,6 +132,7 @@ class Program(NamedTuple):
 
     run: Callable[..., Sequence[Tensor]]
     result: Result
+    fits: Guard  # whether it holds for a batch of its kind
     constants: frozenset[int]  # memory that belongs to the graph
     copies: bool  # what it returns is overwritten by its next run
 
@@ -144,19 +147,19 @@ class Step:
         self.is_due: Callable[[], bool] = lambda: True
         self.compilations = 0
         self._rules = method_named(settings.method).rules
-        self._programs: OrderedDict[Kind, Program] = OrderedDict()
+        self._programs: OrderedDict[Kind, list[Program]] = OrderedDict()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What ``loss_fn(model, *args, **kwargs)`` returns; gradients and curvature are filled."""
         call = self._call(args, kwargs)
         kind = self._kind(call)
-        program = self._programs.get(kind)
+        program = next((one for one in self._programs.get(kind, ()) if one.fits(call.batch)), None)
         if program is None:
             program = self._compiled(kind, call)
         self._programs.move_to_end(kind)
         inputs = call.inputs
         leaves.clear_orphans()  # whose memory may serve again
-        with torch.no_grad(), plain_mode(), _memory_of(inputs):
+        with plain_mode(), _memory_of(inputs):
             tensors = program.run(*inputs)
             return self._written(program, call, tensors)
 
@@ -169,7 +172,7 @@ class Step:
     def _kind(self, call: Call) -> Kind:
         sdp = torch.backends.cuda
         return Kind(
-            batch=tuple(map(_looks, call.values)),
+            batch=tuple(map(_looks_without_size if self.settings.dynamic else _looks, call.values)),
             structure=call.structure,
             parameters=tuple((name, *_looks(p)) for name, p in call.parameters.items()),
             buffers=tuple((name, *_looks(buffer)) for name, buffer in call.buffers.items()),
@@ -187,33 +190,39 @@ class Step:
         settings = self.settings
         options = {"method": settings.method, "missing": settings.missing}
         with _word_when_slow():
-            module, result, fakes = trace_call(
+            traced = trace_call(
                 self.loss_fn,
                 self.model,
                 call,
                 with_curvature=kind.curvature,
                 output=settings.output,
                 options=options,
+                dynamic=settings.dynamic,
             )
-            _LOG.info("traced %d operations; compiling with %s", len(module.graph.nodes), settings.backend)
+            _LOG.info("traced %d operations; compiling with %s", len(traced.module.graph.nodes), settings.backend)
             tuning = settings.for_inductor
-            with torch.no_grad(), plain_mode():
-                run = lowered(module, fakes, settings.backend, tuning)
+            with plain_mode():
+                run = lowered(traced.module, traced.inputs, settings.backend, tuning)
         if settings.backend == "inductor":
             replace_allocator(lending)
-        constants = frozenset(map(storage_id, _constants(module)))
-        program = Program(run, result, constants, copies=bool(tuning.get("triton.cudagraphs")))
-        self._programs[kind] = program
+        constants = frozenset(map(storage_id, _constants(traced.module)))
+        copies = bool(tuning.get("triton.cudagraphs"))
+        program = Program(run, traced.result, traced.guard, constants, copies)
+        self._keep(kind, program)
+        return program
+
+    def _keep(self, kind: Kind, program: Program) -> None:
         self.compilations += 1
+        self._programs.setdefault(kind, []).insert(0, program)
+        del self._programs[kind][_KEPT:]
         if len(self._programs) > _KEPT:
             self._programs.popitem(last=False)
-        return program
 
     def _say_why(self, kind: Kind) -> None:
         if not self._programs:
             _LOG.info("tracing %s for the first time", _name(self.loss_fn))
             return
-        reason = kind.difference(next(reversed(self._programs)))
+        reason = kind.difference(next(reversed(self._programs))) or "sizes of the batch"
         level = logging.WARNING if self.compilations == _MANY else logging.INFO
         _LOG.log(level, "tracing %s again (%d times so far): %s", _name(self.loss_fn), self.compilations, reason)
 
@@ -270,6 +279,13 @@ def _looks(value: Any) -> Any:
     """What a graph knows of a value: all of it, unless it is a tensor."""
     if isinstance(value, Tensor):
         return value.shape, value.stride(), value.dtype, value.device, value.requires_grad
+    return type(value), value
+
+
+def _looks_without_size(value: Any) -> Any:
+    """The same where sizes are symbols; only 0 and 1 are looked at, as torch does."""
+    if isinstance(value, Tensor):
+        return tuple(min(n, 2) for n in value.shape), value.dtype, value.device, value.requires_grad
     return type(value), value
 
 

@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from ..backward import derivatives
-from ..graph import LEAF, edge_of, stand_ins, trace, value_errors, without_mkldnn
+from ..graph import LEAF, Guard, edge_of, stand_ins, trace, value_errors, without_mkldnn
 
 _MODEL: Final = "model"
 _VALUES = (
@@ -74,6 +74,16 @@ class Result:
 
 
 @dataclass(frozen=True)
+class Traced:
+    """A graph, before it is compiled."""
+
+    module: torch.fx.GraphModule
+    result: Result
+    inputs: Sequence[Tensor]  # without values
+    guard: Guard  # of the batch: whether the graph holds for it
+
+
+@dataclass(frozen=True)
 class _Constant:
     value: Any
 
@@ -108,8 +118,9 @@ def trace_call(
     with_curvature: bool,
     output: Callable[..., Any] | None,
     options: Mapping[str, Any],
-) -> tuple[torch.fx.GraphModule, Result, list[Tensor]]:
-    """The graph of a call, what it returns, and stand-ins for its inputs.
+    dynamic: bool = False,
+) -> Traced:
+    """The graph of a call. With ``dynamic`` it holds for other sizes of the batch as well.
 
     A graph takes ``call.inputs``, writes to buffers, and returns a tuple: the tensors of what loss_fn returns, one
     gradient for each leaf that is reached, and as many curvatures.
@@ -138,10 +149,12 @@ def trace_call(
         tensors = [value.detach() for value in found if isinstance(value, Tensor)]
         return *tensors, *(t for t in (*grads, *curvatures) if t is not None)
 
-    fakes = stand_ins(call.inputs)
+    state = [*call.parameters.values(), *call.buffers.values()]
+    inputs, guard = stand_ins(state, call.batch) if dynamic else stand_ins(call.inputs)
     with _left_as_it_was(model), _traceable():
-        module = make_fx(run, tracing_mode="fake", _allow_non_fake_inputs=True)(*fakes)
-    return module, results[-1], fakes
+        mode = "symbolic" if dynamic else "fake"
+        module = make_fx(run, tracing_mode=mode, _allow_non_fake_inputs=True)(*inputs)
+    return Traced(module, results[-1], inputs, guard())
 
 
 def _leaf(stand_in: Tensor, like: Tensor, leaves: list[Tensor]) -> Tensor:
@@ -205,7 +218,7 @@ def _attributes(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
 
 @contextmanager
 def _traceable() -> Iterator[None]:
-    """Recurrent layers in steps, as Inductor knows no kernel of oneDNN's for them, and advice where values are asked."""
+    """Recurrent layers in steps, since Inductor does not know oneDNN's kernel; advice where values are asked for."""
     try:
         with without_mkldnn():
             yield

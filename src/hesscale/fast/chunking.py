@@ -25,8 +25,10 @@ def chunk_size(x: Tensor) -> int:
 
 def is_large(x: Tensor) -> bool:
     """Whether chunks pay. What is more than a tensor, such as one that is spread over processes, is left whole."""
+    if type(x) not in _PLAIN:
+        return False
     count = x.numel()
-    return count >= 2 * _CACHED and count >= 2 * chunk_size(x) and type(x) in _PLAIN and enabled()
+    return count >= 2 * _CACHED and count >= 2 * chunk_size(x) and enabled()
 
 
 def chunks(rows: int, step: int) -> Iterator[slice]:

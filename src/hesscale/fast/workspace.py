@@ -172,12 +172,12 @@ def scratch(x: Tensor) -> Tensor | None:
 
     Not where x is large: the images of a convolutional network would keep as much memory again between passes.
     """
-    return _scratch_like(x) if LEAST <= x.nbytes <= _MOST_PASSING else None
+    return _scratch_like(x) if type(x) in _PLAIN and LEAST <= x.nbytes <= _MOST_PASSING else None
 
 
 def squared(x: Tensor) -> Tensor:
     """x², laid out as x is."""
-    return torch.mul(x, x, out=None if x.nbytes < LEAST else _scratch_like(x))
+    return torch.mul(x, x, out=_scratch_like(x) if type(x) in _PLAIN and x.nbytes >= LEAST else None)
 
 
 def _scratch_like(x: Tensor) -> Tensor | None:
@@ -197,6 +197,5 @@ def _is_dense(x: Tensor) -> bool:
 def product(a: Tensor, b: Tensor) -> Tensor:
     """ab for two matrices."""
     rows, columns = a.shape[0], b.shape[1]
-    nbytes = rows * columns * a.itemsize
-    workspace = None if nbytes < LEAST else _current(a)
+    workspace = _current(a) if type(a) in _PLAIN and rows * columns * a.itemsize >= LEAST else None
     return torch.mm(a, b, out=None if workspace is None else workspace.empty((rows, columns), (columns, 1), a.dtype))
