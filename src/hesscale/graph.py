@@ -321,7 +321,7 @@ def is_plain_mode() -> bool:
 def plain_mode() -> Iterator[None]:
     """Rules record nothing, and compute in the precision of what they are given."""
     with torch.no_grad(), ExitStack() as stack:
-        for kind in _CASTING:
+        for kind in filter(torch.is_autocast_enabled, _CASTING):
             stack.enter_context(torch.autocast(kind, enabled=False))
         yield
 

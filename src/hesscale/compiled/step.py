@@ -57,9 +57,10 @@ def compile(
     It returns what ``loss_fn`` returns, the loss or a tuple that begins with it, without a graph, and fills ``p.grad``
     and ``p.curvature`` as ``hesscale.backward(loss)`` does; the same for tensors of the batch that require grad.
     ``method`` and ``missing`` as there ("raise" or "exact"); ``output`` picks the network's output from what
-    ``loss_fn`` returns: ``output=lambda loss, logits: logits``. ``backend``, ``mode``, ``options`` and
-    ``dynamic`` (one graph for all sizes of the batch, as far as they do not matter) as in ``torch.compile``. Each new kind of call (shapes, training or not, frozen parameters, ...) is traced and compiled
-    when it first comes; ``logging.getLogger("hesscale.compile")`` says why.
+    ``loss_fn`` returns: ``output=lambda loss, logits: logits``. ``backend``, ``mode`` and ``options`` as in
+    ``torch.compile``, and so ``dynamic``: one graph for all sizes of the batch, as far as it can be had. Each new kind
+    of call (shapes, training or not, frozen parameters, ...) is traced and compiled when it first comes;
+    ``logging.getLogger("hesscale.compile")`` says why.
     """
     return Step(loss_fn, model, Settings(method, output, missing, backend, mode, dict(options or {}), dynamic))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor, nn
@@ -152,7 +152,7 @@ def trace_call(
     state = [*call.parameters.values(), *call.buffers.values()]
     inputs, guard = stand_ins(state, call.batch) if dynamic else stand_ins(call.inputs)
     with _left_as_it_was(model), _traceable():
-        mode = "symbolic" if dynamic else "fake"
+        mode: Literal["symbolic", "fake"] = "symbolic" if dynamic else "fake"
         module = make_fx(run, tracing_mode=mode, _allow_non_fake_inputs=True)(*inputs)
     return Traced(module, results[-1], inputs, guard())
 
