@@ -515,6 +515,50 @@ def test_bad_arguments() -> None:
         hesscale.compile(cross_entropy, torch.compile(small(), backend="eager"))  # type: ignore[arg-type]
 
 
+def test_models_that_are_spread_over_processes_are_refused() -> None:
+    copies = nn.parallel.DistributedDataParallel.__new__(nn.parallel.DistributedDataParallel)
+    nn.Module.__init__(copies)
+    with pytest.raises(NotImplementedError, match="does not compile DistributedDataParallel"):
+        hesscale.compile(cross_entropy, nn.Sequential(copies))
+    shard = small()
+    shard[0].weight.to_local = None
+    with pytest.raises(NotImplementedError, match="spread over processes"):
+        hesscale.compile(cross_entropy, shard)
+
+
+def test_kernels_that_insist_on_half_precision_are_named() -> None:
+    class Casts(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+            return grad.bfloat16() * 2
+
+    model, x = small(torch.bfloat16), vectors(4)[0].bfloat16()
+    step = hesscale.compile(
+        lambda m, x: Casts.apply(m(x)).float().square().mean(), model, missing="exact", backend="eager"
+    )
+    with pytest.raises(NotImplementedError, match=r"CastsBackward insists on torch\.bfloat16"):
+        step(x)
+
+
+def test_sizes_and_numbers_that_depend_on_data_are_traced() -> None:
+    def loss_fn(model: nn.Module, x: Tensor, mask: Tensor) -> Tensor:
+        return model(x)[mask].square().mean() * x.square().sum().item()
+
+    ours, theirs = small(), small()
+    step = hesscale.compile(loss_fn, ours, backend="aot_eager")
+    for seed in range(3):
+        x = vectors(5)[0] * (seed + 1)
+        mask = torch.rand(5, 3, generator=torch.Generator().manual_seed(seed)) > 0.4
+        step(x, mask)
+        hesscale.backward(loss_fn(theirs, x, mask))
+        assert_same(ours, theirs)
+    assert step.compilations == 1
+
+
 def test_fast_paths_are_off_while_tracing() -> None:
     seen: list[bool] = []
     make_fx(lambda x: (seen.append(fast.enabled()), x + 1)[1], tracing_mode="fake")(torch.ones(1))

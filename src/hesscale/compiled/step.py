@@ -270,7 +270,7 @@ def _refuse(model: nn.Module, settings: Settings) -> None:
         raise ValueError(_SAMPLE)
     if hasattr(model, "_orig_mod"):
         raise ValueError(_COMPILED)
-    if isinstance(model, nn.parallel.DistributedDataParallel):
+    if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules()):
         raise NotImplementedError(_DDP)
     if any(hasattr(p, "to_local") for p in model.parameters()):
         raise NotImplementedError(_SHARDED)

@@ -83,6 +83,11 @@ def _pull_in_parts(node: Any, grads: Sequence[Tensor | None]) -> tuple[Tensor | 
     """
     kind = _half_of(node)
     assert kind is not None
+    if is_traced():  # how many digits there are to pull depends on data
+        raise NotImplementedError(
+            f"{node.name()} insists on {kind} and is pulled a few digits at a time, which cannot be compiled: run it "
+            "in float32, or call hesscale.backward."
+        )
     dtype, largest = node._input_metadata[0].dtype, _LARGEST[kind]
     total: tuple[Tensor | None, ...] = ()
     rest = list(grads)
