@@ -344,6 +344,21 @@ def test_mixed_precision() -> None:
     assert step.compilations == 2
 
 
+def test_a_loss_scale_is_an_argument() -> None:
+    ours, theirs = small(torch.float32), small(torch.float32)
+    optimizers = [hesscale.AdaHesScale(m.parameters(), lr=1e-2) for m in (ours, theirs)]
+    scalers = [torch.amp.GradScaler("cpu", init_scale=8.0) for _ in optimizers]
+    step = optimizers[0].compile(lambda m, x, y, scale: scale * cross_entropy(m, x, y), ours, backend="eager")
+    for _ in range(3):
+        step(*vectors(6, torch.float32), scalers[0].scale(torch.ones(())))
+        optimizers[1].backward(scalers[1].scale(cross_entropy(theirs, *vectors(6, torch.float32))))
+        for scaler, optimizer in zip(scalers, optimizers, strict=True):
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    assert_same(ours, theirs, lambda a, b: torch.allclose(a, b, rtol=1e-5, atol=1e-7))
+
+
 CHANGES: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
     "shape": (lambda model: vectors(7), "batch: .*became"),
     "dtype": (

@@ -54,6 +54,7 @@ OPTIONAL: dict[str, tuple[Any, str, Any]] = {
     "reading the group of a recomputation": (graph, "_get_group", None),
     "setting it": (graph, "_set_group", None),
     "knowing transforms": (graph, "_is_wrapped", None),
+    "knowing that it is traced": (graph, "_get_mode", None),
     "counting users of memory": (workspace, "storage_users", None),
     "the memory's address": (torch.UntypedStorage, "_cdata", None),
     "the class of a Function": (plan, "function_of", lambda kind: None),

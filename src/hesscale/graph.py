@@ -17,9 +17,9 @@ Not needed; everything else works without them (tests/test_graph.py takes them a
 - ``UntypedStorage._cdata``: telling whether two tensors share memory; without it data pointers do
 - ``_storage_Use_Count``: only speed; without it no scratch memory is kept
 - ``Function._forward_cls``: finding the rule of a ``torch.autograd.Function`` by its class; by its name otherwise
-- ``_len_torch_dispatch_stack``, ``_DisableTorchDispatch``: knowing that a pass is traced; only ``compile`` needs them,
-  and ``_subclasses.FakeTensorMode``, ``ShapeEnv``, ``_dynamo.lookup_backend``, ``_inductor.compile``, and the
-  exceptions of tensors without values
+- ``_get_dispatch_mode``, ``_TorchDispatchModeKey``, ``_DisableTorchDispatch``: knowing that a pass is traced;
+  ``_subclasses.FakeTensorMode``, ``ShapeEnv``, ``_dynamo.lookup_backend``, ``_inductor.compile``, and the exceptions of
+  tensors without values: only ``compile`` needs them
 - ``PyCodeCache.modules``, ``empty_strided_cpu`` in them: only speed; without them compiled code allocates afresh
 """
 
@@ -74,7 +74,8 @@ storage_users: Final[Callable[[int], int] | None] = getattr(torch._C, "_storage_
 _is_wrapped: Final[Any] = getattr(torch._C._functorch, "is_functorch_wrapped_tensor", None)
 _get_group: Final[Any] = getattr(torch._C, "_get_graph_exec_group", None)
 _set_group: Final[Any] = getattr(torch._C, "_set_graph_exec_group", None)
-_modes: Final[Callable[[], int]] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
+_get_mode: Final[Any] = getattr(torch._C, "_get_dispatch_mode", None)
+_kinds: Final[Any] = getattr(torch._C, "_TorchDispatchModeKey", None)
 
 
 @dataclass(frozen=True)
@@ -142,8 +143,10 @@ def is_transformed(tensor: Tensor) -> bool:
 
 
 def is_traced() -> bool:
-    """Whether something watches torch's operations, as a compiler does: tensors may have no values then."""
-    return _modes() > 0
+    """Whether operations are written down rather than run, for a compiler: tensors may have no values then."""
+    if _get_mode is None or _kinds is None:
+        return False
+    return _get_mode(_kinds.FAKE) is not None or _get_mode(_kinds.PROXY) is not None
 
 
 def value_of(x: Tensor) -> Any:
