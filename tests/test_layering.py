@@ -26,6 +26,7 @@ LAYERS = (
     "inspection",
     "testing",
     "estimators",
+    "compiled",
     "distributed",
     "optim",
     "applications",

@@ -139,20 +139,35 @@ def diagonal(
     """
     if isinstance(inputs, nn.Module):
         inputs = {name: p for name, p in inputs.named_parameters() if p.requires_grad}
-    if isinstance(inputs, Mapping):
-        found = diagonal(
-            y,
-            [*inputs.values()],
-            gradient,
-            curvature,
-            method=method,
-            output=output,
-            retain_graph=retain_graph,
-            missing=missing,
-            rank=rank,
-            generator=generator,
-        )
-        return dict(zip(inputs, found, strict=True))
+    found = derivatives(
+        y,
+        [*inputs.values()] if isinstance(inputs, Mapping) else inputs,
+        gradient,
+        curvature,
+        method=method,
+        output=output,
+        retain_graph=retain_graph,
+        missing=missing,
+        rank=rank,
+        generator=generator,
+    )[1]
+    return dict(zip(inputs, found, strict=True)) if isinstance(inputs, Mapping) else found
+
+
+def derivatives(
+    y: Tensor,
+    inputs: Tensors,
+    gradient: Tensor | None = None,
+    curvature: Tensor | None = None,
+    *,
+    method: str = "hesscale",
+    output: Tensors | None = None,
+    retain_graph: bool = False,
+    missing: Missing = "raise",
+    rank: Rank = 0,
+    generator: torch.Generator | None = None,
+) -> tuple[tuple[Tensor | None, ...], tuple[Tensor | None, ...]]:
+    """The gradient and the curvature of ``y`` at each of ``inputs``, in one pass; arguments as in ``diagonal``."""
     tensors = _checked_inputs(inputs)
     _check_start(y, gradient, curvature)
     _check_scalar(y, gradient)
@@ -161,7 +176,7 @@ def diagonal(
         grads = torch.autograd.grad(y, tensors, gradient, retain_graph=retain_graph, allow_unused=True)
     finally:
         walk.disarm()
-    return walk.results(tensors, [grad is not None for grad in grads])
+    return grads, walk.results(tensors, [grad is not None for grad in grads])
 
 
 def _checked_inputs(inputs: Tensors) -> tuple[Tensor, ...]:

@@ -13,8 +13,9 @@ _LINEAR_CROSS_ENTROPY = (
 )
 OPAQUE = {
     "CompiledFunctionBackward": (
-        "A torch.compile'd region is one opaque node, so no curvature can pass through it: call the uncompiled "
-        "model on steps that need curvature (compiled_model._orig_mod is it) and the compiled one elsewhere."
+        "A torch.compile'd region is one opaque node, so no curvature can pass through it: hesscale.compile(loss_fn, "
+        "model) compiles the pass with its curvature; or call the uncompiled model (compiled_model._orig_mod is it) on "
+        "steps that need curvature."
     ),
     "CheckpointFunctionBackward": (
         "Reentrant checkpointing hides its graph: use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."

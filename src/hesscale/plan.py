@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .errors import COMPLEX, OPAQUE, MissingRuleError
-from .graph import LEAF, LOW_PRECISION, Edge, Graph, Link, Row, edge_of, function_of, trace
+from .graph import LEAF, LOW_PRECISION, Edge, Graph, Link, Row, edge_of, function_of, is_traced, trace
 from .regions import Region, Rules, find_regions
 from .rules import BL89, RULES
 from .rules.families import Rule
@@ -117,7 +117,9 @@ def make_plan(
         borders=tuple(map(graph.link, borders)),
         targets=None if targets is None else tuple(graph.link(edge) for edge in targets if edge[0] in graph.places),
     )
-    return (_kept_plan(graph.rows, question) if fallback is None else _plan(graph.rows, question, fallback)), graph
+    if fallback is None and not is_traced():  # sizes may be symbols while tracing, which no table can hold
+        return _kept_plan(graph.rows, question), graph
+    return _plan(graph.rows, question, fallback), graph
 
 
 def _plan(rows: tuple[Row, ...], question: Question, fallback: Rule | None = None) -> Plan:

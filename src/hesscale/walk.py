@@ -72,6 +72,7 @@ class Walk:
         self.scope: Callable[[], AbstractContextManager[None]] = nullcontext
         self._is_mixed = False  # g may be in half precision, or have a graph of its own
         self._is_recorded = False  # create_graph=True
+        self._is_traced = graphs.is_traced()
         weakref.finalize(self, _remove_all, self._handles)  # a backward that fails elsewhere does not tell us
         is_passed = bool(plan.stops or plan.leaves)
         self._arming = graph.nodes[0].register_prehook(self._start) if is_passed else None
@@ -88,7 +89,8 @@ class Walk:
         if stop.is_loss:  # with create_graph=True g depends on x; f'' is wanted at this g
             g = [None if grad is None else widened(grad.detach()) for grad in grads] if self._is_mixed else grads
         node: Any = graph.nodes[stop.place]
-        seen = View(node) if stop.place in self._half else node
+        is_half = stop.place in self._half
+        seen = View(node, is_half=is_half) if is_half or self._is_traced else node
         if self._dial is not None and stop.place in self._dial.places and g[0] is not None:
             rest = self._dial.carry(graph, stop.place, g[0])
             moved = stop.rule(seen, s, stop.nothing, stop.wanted) if s[0] is not None else [None] * len(rest)

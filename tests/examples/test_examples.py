@@ -18,6 +18,7 @@ FRAMEWORKS = {
     "hugging_face_trainer": ("transformers", "accelerate"),
 }
 LAUNCHED = ("several_processes",)
+COMPILED = ("compiled_loop",)
 
 
 def assert_learned(output: str) -> None:
@@ -32,13 +33,18 @@ def run(*command: str) -> str:
 
 
 def test_none_is_forgotten() -> None:
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*ALONE, *FRAMEWORKS, *LAUNCHED}
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*ALONE, *FRAMEWORKS, *LAUNCHED, *COMPILED}
 
 
 @pytest.mark.parametrize("name", ALONE)
 def test_with_torch_alone(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(EXAMPLES / f"{name}.py"))
     assert_learned(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_without_a_compiler(name: str) -> None:
+    assert_learned(run(str(EXAMPLES / f"{name}.py"), "aot_eager"))
 
 
 @pytest.mark.parametrize("name", FRAMEWORKS)

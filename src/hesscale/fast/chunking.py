@@ -8,6 +8,7 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor
 
+from ..graph import is_traced
 from . import enabled
 from .workspace import scratch
 
@@ -18,14 +19,16 @@ _PLAIN: Final = (Tensor, torch.nn.Parameter)
 
 
 def chunk_size(x: Tensor) -> int:
-    """How many elements to work on at a time where x is."""
-    return _CACHED * torch.get_num_threads() if x.is_cpu else _HELD
+    """How many elements to work on at a time where x is; a compiler cuts for the cache itself."""
+    return _CACHED * torch.get_num_threads() if x.is_cpu and not is_traced() else _HELD
 
 
 def is_large(x: Tensor) -> bool:
     """Whether chunks pay. What is more than a tensor, such as one that is spread over processes, is left whole."""
+    if type(x) not in _PLAIN:
+        return False
     count = x.numel()
-    return count >= 2 * _CACHED and count >= 2 * chunk_size(x) and type(x) in _PLAIN and enabled()
+    return count >= 2 * _CACHED and count >= 2 * chunk_size(x) and enabled()
 
 
 def chunks(rows: int, step: int) -> Iterator[slice]:

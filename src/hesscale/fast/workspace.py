@@ -10,7 +10,9 @@ freed by the next pass of the thread. On devices other than the CPU torch's cach
 
 from __future__ import annotations
 
+import math
 import threading
+from collections.abc import Callable
 from itertools import chain
 from sys import getrefcount
 from typing import Final, final
@@ -153,17 +155,29 @@ def _current(like: Tensor) -> Workspace | None:
     return _LOCAL.current
 
 
+def lending(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """``allocate(size, stride, dtype)``, from the workspace in use where there is one and the memory is large."""
+
+    def empty(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        workspace = _LOCAL.current
+        if workspace is None or math.prod(size) * dtype.itemsize < LEAST:
+            return allocate(size, stride, dtype)
+        return workspace.empty(size, stride, dtype)
+
+    return empty
+
+
 def scratch(x: Tensor) -> Tensor | None:
     """Memory for what stands in for x in the next step of a pass; None where torch should allocate it itself.
 
     Not where x is large: the images of a convolutional network would keep as much memory again between passes.
     """
-    return _scratch_like(x) if LEAST <= x.nbytes <= _MOST_PASSING else None
+    return _scratch_like(x) if type(x) in _PLAIN and LEAST <= x.nbytes <= _MOST_PASSING else None
 
 
 def squared(x: Tensor) -> Tensor:
     """x², laid out as x is."""
-    return torch.mul(x, x, out=None if x.nbytes < LEAST else _scratch_like(x))
+    return torch.mul(x, x, out=_scratch_like(x) if type(x) in _PLAIN and x.nbytes >= LEAST else None)
 
 
 def _scratch_like(x: Tensor) -> Tensor | None:
@@ -183,6 +197,5 @@ def _is_dense(x: Tensor) -> bool:
 def product(a: Tensor, b: Tensor) -> Tensor:
     """ab for two matrices."""
     rows, columns = a.shape[0], b.shape[1]
-    nbytes = rows * columns * a.itemsize
-    workspace = None if nbytes < LEAST else _current(a)
+    workspace = _current(a) if type(a) in _PLAIN and rows * columns * a.itemsize >= LEAST else None
     return torch.mm(a, b, out=None if workspace is None else workspace.empty((rows, columns), (columns, 1), a.dtype))

@@ -8,13 +8,14 @@ from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from .. import distributed
 from ..columns.dial import Rank
+from ..compiled import Step, compile_for
 from ..graph import LOW_PRECISION
 from . import amp, checkpoints, checks
 from .arming import armed, suspended
@@ -164,6 +165,10 @@ class CurvatureScaled(Optimizer):
         """
         self._known_source()
         return armed(self, options)
+
+    def compile(self, loss_fn: Callable[..., Any], model: nn.Module, **options: Any) -> Step:
+        """``hesscale.compile(loss_fn, model)`` by this optimizer's method; without curvature where it is not due."""
+        return compile_for(self, loss_fn, model, method=self._known_source().name, **options)
 
     def _known_source(self) -> Source:
         if self.source is None:

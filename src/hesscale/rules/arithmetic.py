@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .calculus import number
 from .families import Elementwise, Pair
 from .table import register
 
@@ -27,11 +28,6 @@ def _precise(x: Any) -> Any:
     return x.clone().double() if x is not None and x.dim() == 0 and x.device.type == "cpu" else _real(x)
 
 
-def _number(factor: Any) -> Any:
-    """A 0-dim factor as a Python number, which leaves the dtype of whatever it multiplies alone."""
-    return factor.item() if isinstance(factor, Tensor) and factor.dim() == 0 and factor.device.type == "cpu" else factor
-
-
 def add(node: Any) -> Pairs:
     """x + αy."""
     return (1.0, None), (node._saved_alpha, None)
@@ -44,13 +40,13 @@ def reversed_sub(node: Any) -> Pairs:
 
 def mul(node: Any) -> Pairs:
     """x·y."""
-    return (_number(_real(node._saved_other)), None), (_number(_real(node._saved_self)), None)
+    return (number(_real(node._saved_other)), None), (number(_real(node._saved_self)), None)
 
 
 def div(node: Any) -> Pairs:
     """x/y:  (1/y, 0),  (−x/y², 2x/y³)."""
     x, y = _precise(node._saved_self), _precise(node._saved_other)
-    return (_number(1 / y), None), _NONE if x is None else (_number(-x / (y * y)), _number(2 * x / y**3))
+    return (number(1 / y), None), _NONE if x is None else (number(-x / (y * y)), number(2 * x / y**3))
 
 
 def rounded_div(node: Any) -> Pairs:

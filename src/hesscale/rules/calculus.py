@@ -9,22 +9,27 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from ..graph import LOW_PRECISION, Edge, call, call_in_single, nested_gradient, on_arrival
+from ..graph import LOW_PRECISION, Edge, call, call_in_single, nested_gradient, on_arrival, unwrapped
+from ..graph import is_traced as is_traced
+from ..graph import value_of as value_of
 
 
 @final
 class View:
-    """A node as rules see it: what it saved in half precision is read in single. Everything else is the node's own."""
+    """A node as rules see it: what it saved in half precision is read in single, and numbers while tracing as tensors.
 
-    __slots__ = ("node",)
+    Everything else is the node's own.
+    """
 
-    def __init__(self, node: Any) -> None:
-        self.node = node
+    __slots__ = ("is_half", "node")
+
+    def __init__(self, node: Any, *, is_half: bool = True) -> None:
+        self.node, self.is_half = node, is_half
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self.node, name)
         if isinstance(value, Tensor):
-            return widened(value)
+            return widened(unwrapped(value))
         return tuple(map(widened, value)) if isinstance(value, tuple) else value
 
     def __call__(self, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -36,16 +41,27 @@ def widened(value: Any) -> Any:
     return value.float() if isinstance(value, Tensor) and value.dtype in LOW_PRECISION else value
 
 
+def number(factor: Any) -> Any:
+    """A 0-dim factor on the CPU as a Python number, which leaves the dtype of whatever it multiplies alone.
+
+    Anything else as it is, and so a factor whose value is not known while a pass is traced.
+    """
+    if not isinstance(factor, Tensor) or factor.dim() or factor.device.type != "cpu":
+        return factor
+    value = value_of(factor)
+    return factor if value is None else value
+
+
 def pull(node: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     """Jᵀ grads, one tensor per input of the node. Nothing is freed and no hook runs.
 
     A node in half precision, seen by a ``View``, computes in single: sums of many terms would lose them otherwise.
     """
-    is_half = isinstance(node, View)
-    found = call_in_single(node.node, grads) if is_half else call(node, grads)
+    raw, is_half = (node.node, node.is_half) if isinstance(node, View) else (node, False)
+    found = call_in_single(raw, grads) if is_half else call(raw, grads)
     for entry in found:
         if entry is not None and entry.dtype in LOW_PRECISION and not is_half:  # it was a cast
-            return pull(View(node), *grads)
+            return pull(View(raw), *grads)
         if entry is not None and entry.is_sparse:
             return tuple(t.to_dense() if t is not None and t.is_sparse else t for t in found)
     return found

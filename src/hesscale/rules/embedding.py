@@ -46,10 +46,13 @@ def _bags(offsets: Tensor, count: int) -> Tensor:
 
 def _of_table(node: Any, s: Tensor, rows: Tensor, bags: Tensor, weights: Tensor) -> Tensor:
     size = node._saved_weight_sym_argsize_0
-    pairs, place = torch.unique(bags * size + rows, return_inverse=True)
-    coefficients = weights.new_zeros(len(pairs)).index_add_(0, place, weights)
-    found = s[pairs // size] * coefficients.square().unsqueeze(1)
-    return s.new_zeros(size, s.shape[1]).index_add_(0, pairs % size, found)
+    pairs, order = (bags * size + rows).sort(stable=True)
+    first = torch.cat([pairs.new_ones(min(1, len(pairs)), dtype=torch.bool), pairs[1:] != pairs[:-1]])
+    place = first.cumsum(0) - 1  # equal pairs share one; as many as there are entries, so that sizes depend on no data
+    coefficients = torch.zeros_like(weights).index_add_(0, place, weights[order])
+    known = torch.zeros_like(pairs).index_copy_(0, place, pairs)
+    found = s[known // size] * coefficients.square().unsqueeze(1)
+    return s.new_zeros(size, s.shape[1]).index_add_(0, known % size, found)
 
 
 def _of_weights(node: Any, s: Tensor, rows: Tensor, bags: Tensor, kept: Tensor) -> Tensor:

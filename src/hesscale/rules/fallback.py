@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .calculus import added, differentiate, inputs_of, pull, pull_weighted, reduced
+from .calculus import added, differentiate, inputs_of, is_traced, pull, pull_weighted, reduced
 from .families import Curvatures, Rule
 from .probing import diagonal_of, separate_slopes
 
@@ -22,7 +22,7 @@ def fallback_named(name: str, generator: torch.Generator | None) -> Rule | None:
     if name == "raise":
         return None
     if name == "exact":
-        return ByAutograd()
+        return ByAutograd(traced_as_elementwise=True)
     if name == "sample":
         if generator is None:
             raise ValueError("missing='sample' draws random numbers: pass generator=torch.Generator().manual_seed(...)")
@@ -38,6 +38,8 @@ class ByAutograd(Rule):
     """
 
     limit: int = _LIMIT
+    traced_as_elementwise: bool = False
+    """What a node is taken for while tracing, when nothing can be found out: nan comes out if that was wrong."""
 
     def __call__(self, node: Any, s: Curvatures, g: Curvatures, wanted: Sequence[torch.Size | None]) -> Curvatures:
         transports = self._transports(node, s) if any(entry is not None for entry in s) else [None] * len(wanted)
@@ -56,7 +58,7 @@ class ByAutograd(Rule):
         return transports
 
     def _transport(self, node: Any, s: Curvatures) -> Curvatures:
-        slopes = separate_slopes(node, s)
+        slopes = separate_slopes(node, s) if self._looks else None
         if slopes is not None:
             pairs = zip(slopes, pull(node, *s), strict=True)
             return [None if slope is None or moved is None else slope * moved for slope, moved in pairs]
@@ -72,7 +74,7 @@ class ByAutograd(Rule):
         if first is None or not first.requires_grad:
             return None
         like = torch.zeros_like(first, memory_format=torch.contiguous_format, requires_grad=False)
-        found = diagonal_of(lambda weights: _differentiated(node, edge, first, weights), like)
+        found = diagonal_of(lambda weights: _differentiated(node, edge, first, weights), like) if self._looks else None
         if found is not None:
             return found
         self._refuse_large(node, like.numel())
@@ -83,6 +85,10 @@ class ByAutograd(Rule):
             if row is not None:
                 like.view(-1)[i] = row.reshape(-1)[i]
         return like
+
+    @property
+    def _looks(self) -> bool:
+        return self.traced_as_elementwise or not is_traced()
 
     def _refuse_large(self, node: Any, size: int) -> None:
         if size > self.limit:

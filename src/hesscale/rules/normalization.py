@@ -49,11 +49,11 @@ def standardized(
     top = added(_total(a * t, dims), None if along is None else 2 * along)
     assert top is not None
     inner = a * (share**2 * top)
-    inner = inner.add_(_total(t, dims), alpha=2 * shift * share) if shift else inner
+    inner = inner.add_(_total(t, dims), alpha=2 * shift * share) if centered else inner
     result = inner.sub_(t, alpha=2 * share).mul_(a)
     if s is not None:
         result.add_(s, alpha=1 - 2 * shift)
-        if shift:
+        if centered:
             result.add_(_total(s, dims), alpha=shift**2)
     if along is not None:
         result.sub_(along, alpha=share * (1 - shift))

@@ -17,7 +17,7 @@ from ..runs import Run, amend, open_run
 from ..studies import cost as study
 from ..studies import step_memory
 from ..studies.cost import of_kind
-from ..studies.optimizer_steps import HARDEST, UNIT, Method, installed, left_out
+from ..studies.optimizer_steps import COMPILED, HARDEST, UNIT, Method, installed, left_out
 from ..studies.reading import read
 from ..studies.rounds import Watch
 from ..tasks import cost_networks
@@ -48,6 +48,7 @@ def cost(
     optimizer: Annotated[
         list[str] | None, typer.Option(help="Only this one, beside Adam and fused Adam; may be given several times.")
     ] = None,
+    compiled: Annotated[bool, typer.Option("--compiled", help="Compiled passes beside eager ones, instead.")] = False,
 ) -> None:
     """Measure time and memory of a step of every optimizer relative to Adam's: the paper's figure 2, and beyond it.
 
@@ -60,19 +61,25 @@ def cost(
       hesscale cost --only headline
       hesscale cost --only headline --optimizer "AdaHesScale fused"
       hesscale cost --threads 2 --out DIR
+      hesscale cost --compiled --rounds 9
     """
-    methods = _methods(optimizer or ())
-    name = "-".join(["quick" if quick else "full", *(re.sub(r"\W+", "-", one) for one in optimizer or ())])
+    if compiled and (optimizer or only):
+        stop("--compiled has optimizers and networks of its own: leave out --optimizer and --only", code=2)
+    methods = [*COMPILED] if compiled else _methods(optimizer or ())
+    words = [*(re.sub(r"\W+", "-", one) for one in optimizer or ()), *(["compiled"] if compiled else [])]
+    name = "-".join(["quick" if quick else "full", *words])
     folder = out or Path("runs") / "cost" / name
-    missing = None if optimizer else left_out()
+    missing = None if optimizer or compiled else left_out()
     with clear_errors(folder), alone(folder), runs.threads(threads):
         count = rounds or _ROUNDS["quick" if quick else "full"]
-        run = open_run(folder, _config(methods, optimizer or (), quick, count, threads), free=("command", "asked"))
-        _note(run, only, _command(optimizer or (), quick, count, threads))
+        again = _command(optimizer or (), quick, count, threads) + (" --compiled" if compiled else "")
+        run = open_run(folder, _config(again, methods, quick, count, threads), free=("command", "asked"))
+        _note(run, only, again)
         if missing:
             typer.echo(f"hesscale: {missing}", err=True)
         name_left_out(read(run, COST.checks).left_out)
-        _measure(run, methods, _chosen(only, quick))
+        cells = [cell for cell in cost_networks.COMPILED if cell.quick or not quick]
+        _measure(run, methods, cells if compiled else _chosen(only, quick))
         show_study(run, COST)
         _show_rounds(run)
 
@@ -87,9 +94,9 @@ def _methods(names: Sequence[str]) -> list[Method]:
     return [method for method in methods if not names or method.name in (UNIT, HARDEST, *names)]
 
 
-def _config(methods: Sequence[Method], names: Sequence[str], quick: bool, rounds: int, threads: int) -> dict[str, Any]:
+def _config(command: str, methods: Sequence[Method], quick: bool, rounds: int, threads: int) -> dict[str, Any]:
     return {
-        "command": _command(names, quick, rounds, threads),
+        "command": command,
         "asked": [],
         "optimizers": [method.name for method in methods],
         "quick": quick,

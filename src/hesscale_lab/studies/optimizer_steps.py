@@ -150,6 +150,22 @@ def _pytorch_optimizer_adahessian(problem: Problem) -> Step:
     return Step(_twice_differentiable(problem), backward, optimizer.step, optimizer.zero_grad)
 
 
+def _compiled_first_order(problem: Problem) -> Step:
+    """Adam on a network and a loss that torch.compile has compiled."""
+    optimizer = torch.optim.Adam(problem.network.parameters(), lr=STEP_SIZE)
+    return Step(torch.compile(problem.loss), Tensor.backward, optimizer.step, optimizer.zero_grad)
+
+
+def _compiled_second_order(problem: Problem, backend: str = "inductor") -> Step:
+    """``optimizer.compile``: forward and backward are one, and count as backward."""
+    optimizer = hesscale.AdaHesScale(problem.network.parameters(), lr=STEP_SIZE)
+    step = optimizer.compile(lambda model, x, y: F.cross_entropy(model(x), y), problem.network, backend=backend)
+    nothing = torch.zeros(())
+    return Step(
+        lambda: nothing, lambda loss: step(problem.inputs, problem.targets), optimizer.step, optimizer.zero_grad
+    )
+
+
 def _row(name: str, make: Callable[..., Step], kind: Callable[..., Any], *, period: int = 1, **options: Any) -> Method:
     return Method(name, functools.partial(make, kind, **options), period=period)
 
@@ -180,6 +196,14 @@ METHODS: tuple[Method, ...] = (
     Method("exact GGN", functools.partial(_exact, "ggn"), fits=_ggn_is_feasible, exact=True),
     Method("exact H", functools.partial(_exact, "hessian"), fits=_hessian_is_feasible, exact=True),
 )
+
+
+COMPILED: tuple[Method, ...] = (
+    *(method for method in METHODS if method.name in (UNIT, HARDEST, "AdaHesScale")),
+    Method("Adam compiled", _compiled_first_order),
+    Method("AdaHesScale compiled", _compiled_second_order),
+)
+"""What ``--compiled`` compares."""
 
 
 def installed() -> tuple[Method, ...]:

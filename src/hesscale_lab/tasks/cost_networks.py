@@ -136,10 +136,15 @@ class Reader(nn.Module):
         return self.head(outputs.mean(1))
 
 
-def transformer() -> nn.Module:
+def transformer(width: int = 256, layers: int = 4) -> nn.Module:
     """4 layers of width 256 with 4 heads, over 1000 words: 3.4 million parameters."""
-    layer = nn.TransformerEncoderLayer(256, 4, 1024, dropout=0.0, activation="gelu", batch_first=True)
-    return Reader(1000, 256, nn.TransformerEncoder(layer, 4, enable_nested_tensor=False), 10)
+    layer = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, activation="gelu", batch_first=True)
+    return Reader(1000, width, nn.TransformerEncoder(layer, layers, enable_nested_tensor=False), 10)
+
+
+def recurrent_network() -> nn.Module:
+    """An LSTM of 96 units over 1000 words."""
+    return Reader(1000, 96, nn.LSTM(96, 96, batch_first=True), 10)
 
 
 def vectors(count: int) -> Tensor:
@@ -152,9 +157,9 @@ def images(count: int) -> Tensor:
     return torch.randn(count, 3, 32, 32)
 
 
-def sentences(count: int) -> Tensor:
+def sentences(count: int, length: int = 128) -> Tensor:
     """Random tokens, [count, 128]."""
-    return torch.randint(1000, (count, 128))
+    return torch.randint(1000, (count, length))
 
 
 def _tanh_cell(panel: str, layers: int, outputs: int, batch: int) -> Cell:
@@ -189,3 +194,13 @@ WEIGHED: tuple[Cell, ...] = (
     Cell("memory", "transformer", 8, transformer, sentences, 10),
 )
 """Whose peak of memory is measured."""
+
+_SHORT = functools.partial(sentences, length=32), functools.partial(sentences, length=16)
+
+COMPILED: tuple[Cell, ...] = (
+    *(cell for cell in CELLS if cell.headline),
+    Cell("networks", "transformer, 2 × 128", 8, functools.partial(transformer, 128, 2), _SHORT[0], 10, quick=True),
+    Cell("networks", "ResNet type", 16, functools.partial(residual_network, 16, 1), images, 10),
+    Cell("networks", "LSTM, 96 × 16 tokens", 16, recurrent_network, _SHORT[1], 10),
+)
+"""Where compiled passes are compared with eager ones: the headline, and networks that are quick to compile."""

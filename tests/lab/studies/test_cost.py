@@ -305,6 +305,39 @@ def test_every_optimizer_makes_steps_that_leave_no_gradient(method: optimizer_st
     assert all(torch.isfinite(p).all() for p in params)
 
 
+def test_a_compiled_step_leaves_no_gradient_either() -> None:
+    problem: Problem = TINY[0].problem()
+    step = optimizer_steps._compiled_second_order(problem, backend="eager")
+    params = list(problem.network.parameters())
+    for _ in range(2):
+        step.backward(step.forward())
+        assert all(p.grad is not None and p.curvature is not None for p in params)  # type: ignore[attr-defined]
+        step.update()
+        step.clear()
+        assert all(p.grad is None for p in params)
+
+
+def test_compiled_passes_are_measured_beside_eager_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    by_eager = functools.partial(optimizer_steps._compiled_second_order, backend="eager")
+    methods = [
+        replace(method, step=by_eager) if method.name == "AdaHesScale compiled" else method
+        for method in optimizer_steps.COMPILED
+        if method.name != "Adam compiled"
+    ]
+    monkeypatch.setattr("hesscale_lab.cli.cost.COMPILED", methods)
+    monkeypatch.setattr(cost_networks, "COMPILED", (TINY[3],))
+    monkeypatch.setattr(cost, "_PIECE", 1e-9)
+    monkeypatch.setattr(study, "draw", lambda run, kind, records: None)
+    code, printed, _ = run(*SMALL, "--compiled", "--out", tmp_path)
+    assert code == 0
+    assert {record["optimizer"] for record in records_in(tmp_path)} == {method.name for method in methods}
+    assert json.loads((tmp_path / "config.json").read_text())["command"].endswith("--quick --compiled")
+    assert "AdaHesScale compiled" in printed
+    code, _, complaint = run("--compiled", "--only", "memory", "--out", tmp_path)
+    assert code == 2
+    assert "leave out" in complaint
+
+
 def test_peers_are_found_by_their_module() -> None:
     for method in optimizer_steps.METHODS:
         if method.package is not None:

@@ -1,0 +1,5 @@
+"""Forward, gradient and curvature as one graph for torch's compiler: the pass of walk.py, traced once."""
+
+from .step import Step as Step
+from .step import compile as compile
+from .step import compile_for as compile_for

@@ -1,0 +1,93 @@
+"""What only ``hesscale.compile`` needs of torch's insides: tensors without values, and backends that take a graph.
+
+Names that torch does not document: ``_subclasses.FakeTensorMode``, ``ShapeEnv``, ``_dynamo.lookup_backend``,
+``_inductor.compile``, the exceptions of tensors without values, and mkldnn's switch, without which nothing is compiled;
+``PyCodeCache.modules`` and ``empty_strided_cpu`` in them, only for speed: without them compiled code allocates afresh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Guard = Callable[[Sequence[Tensor]], bool]
+"""Whether what was traced with sizes as symbols holds for these tensors."""
+
+
+def stand_ins(fixed: Sequence[Tensor], dynamic: Sequence[Tensor] = ()) -> tuple[list[Tensor], Callable[[], Guard]]:
+    """Tensors like these without values and memory, no two of which are one, for a tracer to compute with.
+
+    The sizes of those in ``dynamic`` are symbols. When tracing is done, the function returned beside them tells what
+    it has taken for granted of those sizes.
+    """
+    from torch._dynamo.source import ConstantSource
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+    sizes: Any = ShapeEnv()
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=sizes, static_shapes=not dynamic)
+    with mode:
+        found = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in fixed]
+    symbolic = [
+        mode.from_tensor(
+            t.detach(),
+            symbolic_context=StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC] * t.dim()),
+            source=ConstantSource(f"batch{index}"),
+        )
+        for index, t in enumerate(dynamic)
+    ]
+
+    def guard() -> Guard:
+        code = sizes.produce_guards_expression(symbolic) if symbolic else None
+        return lambda tensors: code is None or bool(sizes.evaluate_guards_expression(code, tensors))
+
+    return [*found, *symbolic], guard
+
+
+@contextmanager
+def without_mkldnn() -> Iterator[None]:
+    """No kernels of oneDNN: its fused LSTM can be neither differentiated twice nor compiled."""
+    enabled = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(enabled)
+
+
+def value_errors() -> tuple[type[Exception], ...]:
+    """What is raised where a traced program asks for the value of a tensor."""
+    from torch._subclasses import fake_tensor
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    names = ("DataDependentOutputException", "DynamicOutputShapeException")
+    return GuardOnDataDependentSymNode, *(getattr(fake_tensor, name) for name in names)
+
+
+def lowered(module: Any, inputs: Sequence[Tensor], backend: Any, settings: Mapping[str, Any]) -> Callable[..., Any]:
+    """What a backend of torch.compile makes of a traced module; ``settings`` are Inductor's."""
+    import torch._dynamo
+
+    if backend != "inductor":
+        found = torch._dynamo.lookup_backend(backend)
+        run: Callable[..., Any] = found(module, list(inputs))
+        return run
+    import torch._inductor
+
+    compiled: Callable[..., Any] = torch._inductor.compile(module, list(inputs), options=dict(settings))
+    return compiled
+
+
+def replace_allocator(wrap: Callable[[Callable[..., Tensor]], Callable[..., Tensor]]) -> None:
+    """Makes all code that Inductor has generated so far take its memory on the CPU from ``wrap`` of what it used."""
+    from torch._inductor.codecache import PyCodeCache
+
+    for module in getattr(PyCodeCache, "modules", ()):
+        allocate = getattr(module, "empty_strided_cpu", None)
+        if allocate is not None and not hasattr(allocate, "replaced"):
+            module.empty_strided_cpu = wrap(allocate)
+            module.empty_strided_cpu.replaced = True

@@ -1,0 +1,321 @@
+"""``hesscale.compile``: steps that keep one compiled graph for each kind of call, and write what comes out of it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple, Protocol, final
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from .. import leaves
+from ..backward import Missing
+from ..fast.workspace import lending, use_workspace, workspace_of
+from ..graph import plain_mode, storage_id
+from ..plan import method_named
+from .backend import Guard, lowered, replace_allocator
+from .tracing import Call, Result, trace_call
+
+_LOG: Final = logging.getLogger("hesscale.compile")
+_KEPT: Final = 16  # graphs of one step
+_MANY: Final = 8  # compilations after which something is wrong
+_SLOW: Final = 10.0  # seconds after which a word is due
+
+_NOT_A_MODULE = "model must be a torch.nn.Module, not {kind}"
+_DDP = (
+    "hesscale.compile does not compile DistributedDataParallel: run this model with hesscale.backward or "
+    "optimizer.backward(loss), which work under it (docs/distributed.md)"
+)
+_SHARDED = (
+    "hesscale.compile does not compile parameters that are spread over processes (DTensor, fully_shard): run this "
+    "model with hesscale.backward or optimizer.backward(loss), which work with them (docs/distributed.md)"
+)
+_COMPILED = "the model was compiled by torch.compile already: pass the model inside it (compiled_model._orig_mod)"
+_SAMPLE = "missing='sample' cannot be compiled: register a rule, or pass missing='exact'"
+_NO_LEAF = "an argument of the step requires grad but is no leaf: detach it, or compute it inside loss_fn"
+
+
+def compile(
+    loss_fn: Callable[..., Any],
+    model: nn.Module,
+    *,
+    method: str = "hesscale",
+    output: Callable[..., Any] | None = None,
+    missing: Missing = "raise",
+    backend: str | Callable[..., Any] = "inductor",
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    dynamic: bool = False,
+) -> Step:
+    """A function ``step(*batch)`` that runs ``loss_fn(model, *batch)``, its gradient and its curvature, compiled.
+
+    It returns what ``loss_fn`` returns, the loss or a tuple that begins with it, without a graph, and fills ``p.grad``
+    and ``p.curvature`` as ``hesscale.backward(loss)`` does; the same for tensors of the batch that require grad.
+    ``method`` and ``missing`` as there ("raise" or "exact"); ``output`` picks the network's output from what
+    ``loss_fn`` returns: ``output=lambda loss, logits: logits``. ``backend``, ``mode`` and ``options`` as in
+    ``torch.compile``, and so ``dynamic``: one graph for all sizes of the batch, as far as it can be had. Each new kind
+    of call (shapes, training or not, frozen parameters, ...) is traced and compiled when it first comes;
+    ``logging.getLogger("hesscale.compile")`` says why.
+    """
+    return Step(loss_fn, model, Settings(method, output, missing, backend, mode, dict(options or {}), dynamic))
+
+
+class Optimizer(Protocol):
+    """What is asked of an optimizer."""
+
+    @property
+    def curvature_due(self) -> bool: ...
+
+
+def compile_for(
+    optimizer: Optimizer, loss_fn: Callable[..., Any], model: nn.Module, *, method: str, **options: Any
+) -> Step:
+    """As ``compile``, for an optimizer: where no curvature is due, a compiled pass without it runs."""
+    step = compile(loss_fn, model, method=method, **options)
+    step.is_due = lambda: optimizer.curvature_due
+    return step
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a step is compiled."""
+
+    method: str
+    output: Callable[..., Any] | None
+    missing: Missing
+    backend: str | Callable[..., Any]
+    mode: str | None
+    options: Mapping[str, Any]
+    dynamic: bool
+
+    @property
+    def for_inductor(self) -> dict[str, Any]:
+        """Its own settings: those of the mode, and those given."""
+        if self.mode is None:
+            return dict(self.options)
+        from torch import _inductor
+
+        return {**_inductor.list_mode_options(self.mode, self.dynamic), **self.options}
+
+
+class Kind(NamedTuple):
+    """What a graph depends on: a call that differs from all before in one of these is compiled anew."""
+
+    batch: tuple[Any, ...]
+    structure: Any
+    parameters: tuple[Any, ...]
+    buffers: tuple[Any, ...]
+    training: tuple[bool, ...]
+    autocast: tuple[Any, ...]
+    backends: tuple[bool, ...]
+    curvature: bool
+    rules: int
+
+    def difference(self, other: Kind) -> str:
+        """In words, what is new compared with another kind."""
+        changes = []
+        for name, ours, theirs in zip(self._fields, self, other, strict=True):
+            if ours != theirs and isinstance(ours, tuple) and isinstance(theirs, tuple) and len(ours) == len(theirs):
+                pair = next((old, new) for new, old in zip(ours, theirs, strict=True) if new != old)
+                changes.append(f"{name}: {pair[0]} became {pair[1]}")
+            elif ours != theirs:
+                changes.append(f"{name} changed")
+        return "; ".join(changes)
+
+
+class Program(NamedTuple):
+    """A compiled graph."""
+
+    run: Callable[..., Sequence[Tensor]]
+    result: Result
+    fits: Guard  # whether it holds for a batch of its kind
+    constants: frozenset[int]  # memory that belongs to the graph
+    copies: bool  # what it returns is overwritten by its next run
+
+
+@final
+class Step:
+    """A compiled pass. ``compilations`` counts how many graphs were made so far."""
+
+    def __init__(self, loss_fn: Callable[..., Any], model: nn.Module, settings: Settings) -> None:
+        _refuse(model, settings)
+        self.loss_fn, self.model, self.settings = loss_fn, model, settings
+        self.is_due: Callable[[], bool] = lambda: True
+        self.compilations = 0
+        self._rules = method_named(settings.method).rules
+        self._programs: OrderedDict[Kind, list[Program]] = OrderedDict()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What ``loss_fn(model, *args, **kwargs)`` returns; gradients and curvature are filled."""
+        call = self._call(args, kwargs)
+        kind = self._kind(call)
+        program = next((one for one in self._programs.get(kind, ()) if one.fits(call.batch)), None)
+        if program is None:
+            program = self._compiled(kind, call)
+        self._programs.move_to_end(kind)
+        inputs = call.inputs
+        leaves.clear_orphans()  # whose memory may serve again
+        with plain_mode(), _memory_of(inputs):
+            tensors = program.run(*inputs)
+            return self._written(program, call, tensors)
+
+    def _call(self, args: Any, kwargs: Any) -> Call:
+        values, structure = pytree.tree_flatten((args, kwargs))
+        if any(isinstance(v, Tensor) and v.requires_grad and not v.is_leaf for v in values):
+            raise ValueError(_NO_LEAF)
+        return Call(dict(self.model.named_parameters()), dict(self.model.named_buffers()), values, structure)
+
+    def _kind(self, call: Call) -> Kind:
+        sdp = torch.backends.cuda
+        return Kind(
+            batch=tuple(map(_looks_without_size if self.settings.dynamic else _looks, call.values)),
+            structure=call.structure,
+            parameters=tuple((name, *_looks(p)) for name, p in call.parameters.items()),
+            buffers=tuple((name, *_looks(buffer)) for name, buffer in call.buffers.items()),
+            training=tuple(module.training for module in self.model.modules()),
+            autocast=tuple(
+                torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda")
+            ),
+            backends=(sdp.flash_sdp_enabled(), sdp.mem_efficient_sdp_enabled(), sdp.math_sdp_enabled()),
+            curvature=self.is_due(),
+            rules=self._rules.version,
+        )
+
+    def _compiled(self, kind: Kind, call: Call) -> Program:
+        self._say_why(kind)
+        settings = self.settings
+        options = {"method": settings.method, "missing": settings.missing}
+        with _word_when_slow():
+            traced = trace_call(
+                self.loss_fn,
+                self.model,
+                call,
+                with_curvature=kind.curvature,
+                output=settings.output,
+                options=options,
+                dynamic=settings.dynamic,
+            )
+            _LOG.info("traced %d operations; compiling with %s", len(traced.module.graph.nodes), settings.backend)
+            tuning = settings.for_inductor
+            with plain_mode():
+                run = lowered(traced.module, traced.inputs, settings.backend, tuning)
+        if settings.backend == "inductor":
+            replace_allocator(lending)
+        constants = frozenset(map(storage_id, _constants(traced.module)))
+        copies = bool(tuning.get("triton.cudagraphs"))
+        program = Program(run, traced.result, traced.guard, constants, copies)
+        self._keep(kind, program)
+        return program
+
+    def _keep(self, kind: Kind, program: Program) -> None:
+        self.compilations += 1
+        self._programs.setdefault(kind, []).insert(0, program)
+        del self._programs[kind][_KEPT:]
+        if len(self._programs) > _KEPT:
+            self._programs.popitem(last=False)
+
+    def _say_why(self, kind: Kind) -> None:
+        if not self._programs:
+            _LOG.info("tracing %s for the first time", _name(self.loss_fn))
+            return
+        reason = kind.difference(next(reversed(self._programs))) or "sizes of the batch"
+        level = logging.WARNING if self.compilations == _MANY else logging.INFO
+        _LOG.log(level, "tracing %s again (%d times so far): %s", _name(self.loss_fn), self.compilations, reason)
+
+    def _written(self, program: Program, call: Call, tensors: Sequence[Tensor]) -> Any:
+        """Gives leaves their gradient and curvature, and returns what loss_fn does."""
+        result = program.result
+        count = sum(value is None for value in result.values)
+        reached = [leaf for leaf, is_reached in zip(call.leaves, result.reached, strict=True) if is_reached]
+        grads, curvatures = tensors[count : count + len(reached)], tensors[count + len(reached) :]
+        taken = {*program.constants, *map(storage_id, call.inputs)}
+        returned = [_own(t, taken, program.copies) for t in tensors[:count]]
+        if program.copies:
+            taken.update(map(storage_id, tensors))
+        continued = [leaves.continues(leaf) for leaf in reached]
+        for leaf, grad in zip(reached, grads, strict=True):
+            _accumulate(leaf, grad, taken)
+        for leaf, s, to_old in zip(reached, curvatures, continued, strict=False):
+            leaves.add(leaf, leaves.owned(s, leaf, taken), to_old=to_old, method=self.settings.method)
+        return result.restored(returned)
+
+
+def _own(tensor: Tensor, taken: set[int], copies: bool) -> Tensor:
+    """A tensor of its own that shares no memory with what is taken, and is taken itself from now on."""
+    if copies or storage_id(tensor) in taken:
+        tensor = tensor.clone()
+    taken.add(storage_id(tensor))
+    return tensor
+
+
+def _accumulate(leaf: Tensor, grad: Tensor, taken: set[int]) -> None:
+    """As torch does at the end of a backward pass."""
+    if getattr(leaf, "_backward_hooks", None) or getattr(leaf, "_post_accumulate_grad_hooks", None):
+        torch.autograd.backward([leaf], [grad])
+    elif leaf.grad is None:
+        leaf.grad = leaves.owned(grad, leaf, taken)
+    else:
+        leaf.grad.add_(grad)
+
+
+def _refuse(model: nn.Module, settings: Settings) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(_NOT_A_MODULE.format(kind=type(model).__name__))
+    if settings.missing == "sample":
+        raise ValueError(_SAMPLE)
+    if hasattr(model, "_orig_mod"):
+        raise ValueError(_COMPILED)
+    if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules()):
+        raise NotImplementedError(_DDP)
+    if any(hasattr(p, "to_local") for p in model.parameters()):
+        raise NotImplementedError(_SHARDED)
+
+
+def _looks(value: Any) -> Any:
+    """What a graph knows of a value: all of it, unless it is a tensor."""
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype, value.device, value.requires_grad
+    return type(value), value
+
+
+def _looks_without_size(value: Any) -> Any:
+    """The same where sizes are symbols; only 0 and 1 are looked at, as torch does."""
+    if isinstance(value, Tensor):
+        return tuple(min(n, 2) for n in value.shape), value.dtype, value.device, value.requires_grad
+    return type(value), value
+
+
+def _constants(module: torch.fx.GraphModule) -> Iterator[Tensor]:
+    names = {str(node.target) for node in module.graph.nodes if node.op == "get_attr"}
+    return (value for value in map(module.__getattr__, names) if isinstance(value, Tensor))
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return getattr(function, "__qualname__", repr(function))
+
+
+@contextmanager
+def _memory_of(inputs: Sequence[Tensor]) -> Iterator[None]:
+    """Large results go where those of earlier calls lay."""
+    before = use_workspace(workspace_of(inputs[0]) if inputs else None)
+    try:
+        yield
+    finally:
+        use_workspace(before)
+
+
+@contextmanager
+def _word_when_slow() -> Iterator[None]:
+    timer = threading.Timer(_SLOW, _LOG.warning, ["still compiling: once for each kind of batch, up to minutes"])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

@@ -1,0 +1,227 @@
+"""From a model and a loss function to one graph: loss, gradients and curvature as a function of tensors alone.
+
+The graph is what torch's operations were while the ordinary pass ran once, on tensors without values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+
+from ..backward import derivatives
+from ..graph import LEAF, edge_of, trace
+from .backend import Guard, stand_ins, value_errors, without_mkldnn
+
+_MODEL: Final = "model"
+_VALUES = (
+    "loss_fn or the model asks for the value of a tensor (.item(), bool(tensor), if or while on a tensor, or an "
+    "operation whose result has a size that depends on data), which is not known while it is compiled: compute with "
+    "tensors (torch.where), pass the value as an argument that is no tensor, or call hesscale.backward instead"
+)
+_NO_LOSS = "loss_fn must return the loss, a tensor of one element, or a tuple that begins with it, not {found}"
+_STRANGER = (
+    "the loss depends on a tensor of shape {shape} that requires grad but is neither a parameter of the model nor an "
+    "argument: make it one of the two, or detach it"
+)
+_CHANGED = "the forward pass replaces the buffer {name!r} by one of another shape or dtype, which cannot be compiled"
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a step: the tensors that go in, by name and in order, and how to put them together again."""
+
+    parameters: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
+    values: Sequence[Any]  # of the batch: tensors and all the rest
+    structure: Any  # of the batch
+
+    @property
+    def batch(self) -> list[Tensor]:
+        """The tensors of the batch."""
+        return [value for value in self.values if isinstance(value, Tensor)]
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        """All tensors, as a graph takes them."""
+        return [*self.parameters.values(), *self.buffers.values(), *self.batch]
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        """The tensors that get a gradient and curvature."""
+        return [leaf for leaf in (*self.parameters.values(), *self.batch) if leaf.requires_grad]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What comes out of a graph beside its tensors: how many leaves are reached, and what loss_fn returns."""
+
+    reached: tuple[bool, ...]  # for each leaf
+    values: tuple[Any, ...]  # what loss_fn returns; None where a tensor goes
+    structure: Any
+
+    def restored(self, tensors: Sequence[Tensor]) -> Any:
+        """What loss_fn returns, made of its tensors."""
+        rest = iter(tensors)
+        values = [next(rest) if value is None else value.value for value in self.values]
+        return pytree.tree_unflatten(values, self.structure)
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A graph, before it is compiled."""
+
+    module: torch.fx.GraphModule
+    result: Result
+    inputs: Sequence[Tensor]  # without values
+    guard: Guard  # of the batch: whether the graph holds for it
+
+
+@dataclass(frozen=True)
+class _Constant:
+    value: Any
+
+
+class _Bound(nn.Module):
+    """A loss function as a module, so that torch can put other tensors in the place of the model's."""
+
+    def __init__(self, loss_fn: Callable[..., Any], model: nn.Module) -> None:
+        super().__init__()
+        self.loss_fn, self.model = loss_fn, model
+
+    def forward(self, args: Any, kwargs: Any, given: Mapping[str, Tensor]) -> Any:
+        result = self.loss_fn(self.model, *args, **kwargs)
+        with torch.no_grad():
+            for name, buffer in self.model.named_buffers():
+                if name in given and buffer is not given[name]:
+                    _replace(name, given[name], buffer)
+        return result
+
+
+def _replace(name: str, buffer: Tensor, found: Tensor) -> None:
+    if buffer.shape != found.shape or buffer.dtype is not found.dtype:
+        raise ValueError(_CHANGED.format(name=name))
+    buffer.copy_(found)
+
+
+def trace_call(
+    loss_fn: Callable[..., Any],
+    model: nn.Module,
+    call: Call,
+    *,
+    with_curvature: bool,
+    output: Callable[..., Any] | None,
+    options: Mapping[str, Any],
+    dynamic: bool = False,
+) -> Traced:
+    """The graph of a call. With ``dynamic`` it holds for other sizes of the batch as well.
+
+    A graph takes ``call.inputs``, writes to buffers, and returns a tuple: the tensors of what loss_fn returns, one
+    gradient for each leaf that is reached, and as many curvatures.
+    """
+    results: list[Result] = []
+    bound = _Bound(loss_fn, model)
+
+    def run(*inputs: Tensor) -> tuple[Tensor, ...]:
+        names, rest = [*call.parameters, *call.buffers], iter(inputs)
+        given = dict(zip(names, rest, strict=False))
+        leaves: list[Tensor] = []
+        for name, p in call.parameters.items():
+            given[name] = _leaf(given[name], p, leaves)
+        values = [_leaf(next(rest), v, leaves) if isinstance(v, Tensor) else v for v in call.values]
+        args, kwargs = pytree.tree_unflatten(values, call.structure)
+        with torch.enable_grad():
+            state = {f"{_MODEL}.{name}": tensor for name, tensor in given.items()}
+            returned = functional_call(bound, state, (args, kwargs, given))
+        loss = _loss_of(returned)
+        _refuse_strangers(loss, leaves)
+        grads, curvatures = _pass(loss, leaves, with_curvature, _outputs(output, returned), options)
+        found, structure = pytree.tree_flatten(returned)
+        reached = tuple(grad is not None for grad in grads)
+        kept = tuple(None if isinstance(value, Tensor) else _Constant(value) for value in found)
+        results.append(Result(reached, kept, structure))
+        tensors = [value.detach() for value in found if isinstance(value, Tensor)]
+        return *tensors, *(t for t in (*grads, *curvatures) if t is not None)
+
+    state = [*call.parameters.values(), *call.buffers.values()]
+    inputs, guard = stand_ins(state, call.batch) if dynamic else stand_ins(call.inputs)
+    with _left_as_it_was(model), _traceable():
+        mode: Literal["symbolic", "fake"] = "symbolic" if dynamic else "fake"
+        module = make_fx(run, tracing_mode=mode, _allow_non_fake_inputs=True)(*inputs)
+    return Traced(module, results[-1], inputs, guard())
+
+
+def _leaf(stand_in: Tensor, like: Tensor, leaves: list[Tensor]) -> Tensor:
+    """An alias that requires grad if ``like`` does, noted among the leaves; a gradient stops at it."""
+    if not like.requires_grad:
+        return stand_in
+    leaves.append(stand_in.detach().requires_grad_())
+    return leaves[-1]
+
+
+def _loss_of(returned: Any) -> Tensor:
+    loss = returned[0] if isinstance(returned, (tuple, list)) and returned else returned
+    if not isinstance(loss, Tensor):
+        raise TypeError(_NO_LOSS.format(found=f"a {type(returned).__name__}"))
+    if loss.numel() != 1:
+        raise TypeError(_NO_LOSS.format(found=f"one of shape {tuple(loss.shape)}"))
+    return loss
+
+
+def _outputs(output: Callable[..., Any] | None, returned: Any) -> Any:
+    if output is None:
+        return None
+    return output(*returned) if isinstance(returned, (tuple, list)) else output(returned)
+
+
+def _pass(
+    loss: Tensor, leaves: Sequence[Tensor], with_curvature: bool, output: Any, options: Mapping[str, Any]
+) -> tuple[Sequence[Tensor | None], Sequence[Tensor | None]]:
+    if with_curvature:
+        return derivatives(loss, leaves, output=output, **options)
+    return torch.autograd.grad(loss, leaves, allow_unused=True), ()
+
+
+def _refuse_strangers(loss: Tensor, leaves: Sequence[Tensor]) -> None:
+    if loss.requires_grad:
+        known = {id(leaf) for leaf in leaves}
+        for node in trace(edge_of(loss)[0]).nodes:
+            variable: Any = getattr(node, "variable", None) if node.name() == LEAF else None
+            if variable is not None and id(variable) not in known:
+                raise ValueError(_STRANGER.format(shape=tuple(variable.shape)))
+
+
+@contextmanager
+def _left_as_it_was(model: nn.Module) -> Iterator[None]:
+    """Whatever a forward pass leaves in the model would be tensors without values here."""
+    before = {module: _attributes(module) for module in model.modules()}
+    try:
+        yield
+    finally:
+        for module, (own, buffers) in before.items():
+            vars(module).clear()
+            vars(module).update(own)
+            module._buffers.clear()
+            module._buffers.update(buffers)
+        torch.clear_autocast_cache()
+
+
+def _attributes(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    return dict(vars(module)), dict(module._buffers)
+
+
+@contextmanager
+def _traceable() -> Iterator[None]:
+    """Recurrent layers in steps, since Inductor does not know oneDNN's kernel; advice where values are asked for."""
+    try:
+        with without_mkldnn():
+            yield
+    except value_errors() as error:
+        raise RuntimeError(_VALUES) from error
