@@ -20,7 +20,7 @@ from ..graph import LOW_PRECISION
 from . import amp, checkpoints, checks
 from .arming import armed, suspended
 from .shards import PLAIN, local, total
-from .sources import Source, with_rank
+from .sources import Propagated, Source, with_rank
 from .updates import Factors, Form, Formula, Slot, factors, forms_of, metric
 
 CurvatureHook = Callable[["CurvatureScaled"], None]
@@ -168,7 +168,10 @@ class CurvatureScaled(Optimizer):
 
     def compile(self, loss_fn: Callable[..., Any], model: nn.Module, **options: Any) -> Step:
         """``hesscale.compile(loss_fn, model)`` by this optimizer's method; without curvature where it is not due."""
-        return compile_for(self, loss_fn, model, method=self._known_source().name, **options)
+        source = self._known_source()
+        if not isinstance(source, Propagated) or source.rank:
+            raise ValueError(f"only passes of rank 0 by hesscale.backward can be compiled, not {source}")
+        return compile_for(self, loss_fn, model, method=source.name, **options)
 
     def _known_source(self) -> Source:
         if self.source is None:
