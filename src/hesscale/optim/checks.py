@@ -47,6 +47,8 @@ def refuse_bad_options(group: Mapping[str, Any], *, first: Mapping[str, Any]) ->
         raise ValueError(f"weight_decay must not be negative: {group['weight_decay']}")
     if not isinstance(group["every"], int) or group["every"] < 1:
         raise ValueError(f"every must be a whole number of steps, 1 or more: {group['every']}")
+    if group["bound"] is not None and not group["bound"] > 0.0:
+        raise ValueError(f"bound must be positive, or None for the paper's algorithm: {group['bound']}")
     if group["trust_region"] is not None and not group["trust_region"] > 0.0:
         raise ValueError(f"trust_region must be positive or None: {group['trust_region']}")
     if group["trust_region"] != first["trust_region"]:

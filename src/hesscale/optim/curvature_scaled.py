@@ -59,6 +59,7 @@ class CurvatureScaled(Optimizer):
         every: int = 1,
         scale: str = "rms",
         eps_inside_root: bool = False,
+        bound: float | None = None,
         trust_region: float | None = None,
         source: Source | None = None,
         maximize: bool = False,
@@ -75,6 +76,7 @@ class CurvatureScaled(Optimizer):
             "every": every,
             "scale": scale,
             "eps_inside_root": eps_inside_root,
+            "bound": bound,
             "trust_region": trust_region,
             "maximize": maximize,
             "foreach": foreach,
@@ -328,7 +330,7 @@ def _formula(group: Mapping[str, Any]) -> Formula:
     lr = group["lr"]
     on_device = group["capturable"] or group["differentiable"]
     beta1, beta2 = group["betas"]
-    same = {name: group[name] for name in ("eps", "weight_decay", "scale", "eps_inside_root", "maximize")}
+    same = {name: group[name] for name in ("eps", "weight_decay", "scale", "eps_inside_root", "bound", "maximize")}
     return Formula(lr=lr if on_device else float(lr), beta1=beta1, beta2=beta2, form=_form(group), **same)
 
 
