@@ -56,7 +56,7 @@ def _sgd(groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, float],
 
 def _adam(groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, float], fused: bool) -> Optimizer:
     if any(group["l2"] for group in groups):
-        return GradientScaled(groups, lr=lr, betas=betas, fused=fused)
+        return GradientScaled(groups, lr=lr, betas=betas, fused=fused, bound=None)
     return torch.optim.Adam(groups, lr=lr, betas=betas, fused=True)
 
 
@@ -64,14 +64,16 @@ def _without(groups: list[dict[str, Any]], *names: str) -> list[dict[str, Any]]:
     return [{name: value for name, value in group.items() if name not in names} for group in groups]
 
 
+_FREE: Mapping[str, Any] = {"bound": None}  # as in the paper: no entry of a step is clipped
+
 OPTIMIZERS: Mapping[str, Row] = {
     "SGD": Row(_sgd),
     "Adam": Row(_adam),
-    "AdaBL89": Row(hesscale.AdaBL89),
-    "AdaHessian": Row(hesscale.AdaHessian, damps=False, decays=True),
-    "AdaGGNMC": Row(hesscale.AdaGGNMC, options={"scale": "mean"}),
-    "AdaHesScaleGN": Row(hesscale.AdaHesScaleGN),
-    "AdaHesScale": Row(hesscale.AdaHesScale),
+    "AdaBL89": Row(hesscale.AdaBL89, options=_FREE),
+    "AdaHessian": Row(hesscale.AdaHessian, damps=False, decays=True, options=_FREE),
+    "AdaGGNMC": Row(hesscale.AdaGGNMC, options={"scale": "mean", **_FREE}),
+    "AdaHesScaleGN": Row(hesscale.AdaHesScaleGN, options=_FREE),
+    "AdaHesScale": Row(hesscale.AdaHesScale, options=_FREE),
 }
 
 EARLIER_NAMES: Mapping[str, str] = {"BL89": "AdaBL89", "GGNMC": "AdaGGNMC"}

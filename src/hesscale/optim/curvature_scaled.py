@@ -15,7 +15,7 @@ from torch.optim.optimizer import ParamsT
 
 from .. import distributed
 from ..graph import LOW_PRECISION
-from . import amp, checkpoints, checks
+from . import amp, checkpoints, checks, leaps
 from .arming import armed, suspended
 from .shards import PLAIN, local, total
 from .sources import Source
@@ -38,6 +38,8 @@ class CurvatureScaled(Optimizer):
       its bias correction counts refreshes.
     - ``scale``: how V averages: "rms" as above, "mean_abs" V = EMA(|h|) or "mean" V = EMA(h) with |V̂| + eps below.
     - ``eps_inside_root``: √(V̂ + eps), as in Algorithm 2 of Elsayed & Mahmood; their code has it outside.
+    - ``bound=ρ``: each entry of m̂ / (√V̂ + eps) is clipped at ±ρ, so that none moves by more than lr·ρ, however small
+      its curvature is. None: the paper's algorithm.
     - ``trust_region=δ``: the updates u of all groups are scaled by min(1, √(2δ / Σ c u²)), c = √V.
     - ``source``: which pass ``backward``, ``attach`` and ``armed`` use to compute curvature (sources.py).
     - ``fused``: one call of C++, compiled when first needed; None: on a CPU, if it can be had. ``capturable``: nothing
@@ -59,7 +61,7 @@ class CurvatureScaled(Optimizer):
         every: int = 1,
         scale: str = "rms",
         eps_inside_root: bool = False,
-        bound: float | None = None,
+        bound: float | None = 1.0,
         trust_region: float | None = None,
         source: Source | None = None,
         maximize: bool = False,
@@ -104,6 +106,8 @@ class CurvatureScaled(Optimizer):
         super().__setstate__(state)
         self.__dict__.setdefault("source", self.SOURCE)
         for group in self.param_groups:
+            if "eps_inside_root" in group:  # ours, of a time when nothing was bounded
+                group.setdefault("bound", None)
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
         if "_curvature_hooks" not in self.__dict__:
@@ -115,6 +119,7 @@ class CurvatureScaled(Optimizer):
         self._curvature_hooks: list[CurvatureHook] = []
         self._scaler: GradScaler | None = None
         self._is_unscaled = False
+        self._has_warned = False  # of a leap
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in torch. Averages in single precision stay so; of Adam's and AdamW's state, V begins afresh."""
@@ -217,7 +222,10 @@ class CurvatureScaled(Optimizer):
             self._unscale(slots)
         forms = forms_of(slots)
         if self._is_usable(forms):
-            self._move(forms)
+            if self._has_warned or not _may_leap(self.param_groups):
+                self._move(forms)
+            else:
+                self._move_and_watch(forms, slots)
             self._count(slots)
 
     def _slots(self, group: dict[str, Any]) -> list[Slot]:
@@ -273,6 +281,15 @@ class CurvatureScaled(Optimizer):
             warnings.warn(f"{bad}, under the loss scale: step skipped; use a lower scale", stacklevel=5)
         return not bad
 
+    def _move_and_watch(self, forms: Sequence[Form], slots: Sequence[Slot]) -> None:
+        watched = leaps.watched(slots)
+        before = leaps.norms(watched)
+        self._move(forms)
+        leap = leaps.first_leap(watched, before)
+        if leap:
+            self._has_warned = True
+            warnings.warn(leap, stacklevel=5)
+
     def _move(self, forms: Sequence[Form]) -> None:
         radius = self.param_groups[0]["trust_region"]
         if radius is None:
@@ -324,6 +341,15 @@ def _is_due(group: Mapping[str, Any]) -> bool:
     steps, every = group["steps"], group["every"]
     due: bool = steps < every or steps % every == 0
     return due
+
+
+def _may_leap(groups: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether this is a step to watch, and some group has no bound that makes it needless."""
+    steps = groups[0]["steps"]
+    if steps >= leaps.FIRST and steps % leaps.FIRST:
+        return False
+    bounds = [group["bound"] for group in groups]
+    return None in bounds or max(bounds) > leaps.FACTOR
 
 
 def _formula(group: Mapping[str, Any]) -> Formula:

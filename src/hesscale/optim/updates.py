@@ -8,7 +8,8 @@ With m = EMA(g), and V the average of the curvature h that ``scale`` names, over
 
     p ← (1 − lr·weight_decay)·p − u        u = lr · m / (1 − β₁ᵗ) / denominator, clipped at ±lr·bound
 
-Without a bound nothing is clipped. An entry whose V is exactly zero has no scale, and does not move: its denominator counts as infinite.
+Without a bound nothing is clipped. An entry whose V is exactly zero has no scale, and does not move: its denominator
+counts as infinite.
 """
 
 from __future__ import annotations
@@ -164,9 +165,7 @@ class Loop(Form):
 
 def _move_freely(slot: Slot) -> None:
     """p ← p − u without a bound, with torch's own rounding in Adam."""
-    denominator, step_size = _average_and_denominator(slot), slot.factors.step_size
-    # differentiable: m moves on, the graph keeps its own
-    m = slot.m.clone() if torch.is_grad_enabled() else slot.m
+    denominator, m, step_size = _average_and_denominator(slot), _kept(slot.m), slot.factors.step_size
     if isinstance(step_size, Tensor):  # addcdiv_ takes no tensor as its value
         slot.p.addcdiv_(m, denominator / -step_size)
     else:
@@ -174,9 +173,15 @@ def _move_freely(slot: Slot) -> None:
 
 
 def _direction(slot: Slot) -> Tensor:
-    denominator, limit = _average_and_denominator(slot), slot.factors.limit
-    u = slot.factors.step_size * slot.m / denominator
+    denominator = _average_and_denominator(slot)
+    limit: Any = slot.factors.limit  # clamp takes two numbers or two tensors
+    u = slot.factors.step_size * _kept(slot.m) / denominator
     return u if limit is None else u.clamp(-limit, limit)
+
+
+def _kept(m: Tensor) -> Tensor:
+    """m, as a copy where a graph needs it later: m itself moves on."""
+    return m.clone() if torch.is_grad_enabled() else m
 
 
 def _average_and_denominator(slot: Slot) -> Tensor:
@@ -228,8 +233,8 @@ class Foreach(Form):
         return list(groups.values())
 
 
-def _directions(slots: Sequence[Slot]) -> Sequence[Tensor]:
-    u = torch._foreach_div([slot.m for slot in slots], _denominators(slots))
+def _directions(slots: Sequence[Slot]) -> list[Tensor]:
+    u = list(torch._foreach_div([slot.m for slot in slots], _denominators(slots)))
     sizes: Any = [slot.factors.step_size for slot in slots]
     torch._foreach_mul_(u, sizes)
     limit: Any = slots[0].factors.limit  # of one group, whatever their ages
