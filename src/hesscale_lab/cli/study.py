@@ -71,7 +71,8 @@ def study(
 def _measure(run: Run, networks: Mapping[str, SmallNetwork]) -> None:
     """Fills in what the run lacks, a network with one batch size and kind of data at a time."""
     known = {(r["network"], r["batch"], r["data"]) for r in read(run, STABILITY.checks).records}
-    cells = [(name, batch, data) for name in networks for batch, data in stability.CELLS]
+    # all networks once before any of them again: a run that is cut short has seen them all
+    cells = [(name, batch, data) for batch, data in stability.CELLS for name in networks]
     missing = [cell for cell in cells if cell not in known]
     with progress_bar() as progress:
         task = progress.add_task("networks", total=len(cells), completed=len(cells) - len(missing))

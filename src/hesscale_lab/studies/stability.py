@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from .reading import Record, is_size
 
 STEPS = 20
 RATES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
-CELLS = ((2, DATA[0]), (8, DATA[0]), (8, DATA[1]), (32, DATA[0]), (32, DATA[1]))
+CELLS = ((2, DATA[0]), (32, DATA[1]), (8, DATA[0]), (32, DATA[0]), (8, DATA[1]))
 """Batch sizes and data."""
 BOUNDS = (None, 1.0, 3.0, 10.0)
 
@@ -72,7 +73,9 @@ def measure(name: str, network: SmallNetwork, *, batch: int, data: str, seed: in
             for lr in RATES:
                 torch.manual_seed(seed)
                 feed = _Feed(network, batch, data, seed)
-                start, end, top = _trained(copy.deepcopy(model), make, lr, feed)
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # what optimizers warn of is counted here
+                    start, end, top = _trained(copy.deepcopy(model), make, lr, feed)
                 found = {"start": start, "end": end, "top": top}
                 finite = {key: value if math.isfinite(value) else None for key, value in found.items()}
                 cell = {"network": name, "batch": batch, "data": data, "seed": seed}
