@@ -32,14 +32,13 @@ _NO_SOURCE = (
 class CurvatureScaled(Optimizer):
     """Adam whose second moment is one of curvature. It reads ``p.curvature``, whoever has written it.
 
-        m = EMA(g)      V = EMA(h²), h = p.curvature      p ← (1 − lr·weight_decay)·p − lr · m̂ / (√V̂ + eps)
+        m = EMA(g)     V = EMA(h²), h = p.curvature     p ← (1 − lr·weight_decay)·p − lr · clip(m̂ / (√V̂ + eps), ±bound)
 
     - ``every=k``: V is refreshed in each of the first k steps, to have an average, and from then on in every k-th;
       its bias correction counts refreshes.
     - ``scale``: how V averages: "rms" as above, "mean_abs" V = EMA(|h|) or "mean" V = EMA(h) with |V̂| + eps below.
     - ``eps_inside_root``: √(V̂ + eps), as in Algorithm 2 of Elsayed & Mahmood; their code has it outside.
-    - ``bound=ρ``: each entry of m̂ / (√V̂ + eps) is clipped at ±ρ, so that none moves by more than lr·ρ, however small
-      its curvature is. None: the paper's algorithm.
+    - ``bound``: no entry moves by more than lr·bound, however small its curvature is. None: the paper's algorithm.
     - ``trust_region=δ``: the updates u of all groups are scaled by min(1, √(2δ / Σ c u²)), c = √V.
     - ``source``: which pass ``backward``, ``attach`` and ``armed`` use to compute curvature (sources.py).
     - ``fused``: one call of C++, compiled when first needed; None: on a CPU, if it can be had. ``capturable``: nothing

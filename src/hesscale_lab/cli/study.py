@@ -53,6 +53,7 @@ def study(
     folder = out or Path("runs") / name.value / ("quick" if quick else "full")
     config = {
         "command": f"hesscale study {name.value}" + (" --quick" if quick else ""),
+        "title": "stability",
         "networks": [*chosen],
         "optimizers": [*stability.METHODS],
         "rates": [*stability.RATES],
