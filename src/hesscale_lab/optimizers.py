@@ -14,7 +14,9 @@ move here, as everywhere in hesscale; theirs would decay.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, final
 
@@ -121,6 +123,14 @@ def backward(optimizer: Optimizer, loss: Tensor, *, generator: torch.Generator |
         for group in optimizer.param_groups:
             if group["l2"]:
                 torch._foreach_add_([p.grad for p in group["params"]], group["params"], alpha=group["l2"])
+
+
+@contextmanager
+def leaps_expected() -> Iterator[None]:
+    """Within it no optimizer warns of a leap: the paper has no bound, and its networks get over some."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="a step took the norm of")
+        yield
 
 
 def warm_up(name: str) -> None:
