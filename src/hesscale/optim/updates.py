@@ -173,10 +173,14 @@ def _move_freely(slot: Slot) -> None:
 
 
 def _direction(slot: Slot) -> Tensor:
-    denominator = _average_and_denominator(slot)
+    denominator, step_size = _average_and_denominator(slot), slot.factors.step_size
     limit: Any = slot.factors.limit  # clamp takes two numbers or two tensors
-    u = slot.factors.step_size * _kept(slot.m) / denominator
-    return u if limit is None else u.clamp(-limit, limit)
+    if limit is None:
+        return step_size * _kept(slot.m) / denominator
+    if torch.is_grad_enabled():
+        return (_kept(slot.m) / denominator * step_size).clamp(-limit, limit)
+    # in the memory of the denominator: fresh memory costs more than the arithmetic
+    return torch.div(slot.m, denominator, out=denominator).mul_(step_size).clamp_(-limit, limit)
 
 
 def _kept(m: Tensor) -> Tensor:
