@@ -1,14 +1,23 @@
-"""Accuracy on handwritten digits over a grid of learning rates: which default is safe, and how wide the good range is.
+"""Learning rates and bounds: which defaults are safe, and how wide the good range of step sizes is.
 
     python benchmarks/learning_rates.py [--seeds 3] [--epochs 8]
+    python benchmarks/learning_rates.py --mnist DIR [--seeds 1] [--epochs 1] [--bounds 0,1,3,10]
+    python benchmarks/learning_rates.py --cifar10 DIR [--seeds 1] [--epochs 2] [--bounds 0,1] [--examples 50000]
 
-Two small networks, batches of 64, 1400 examples to train, 397 to test. A Markdown table: mean (lowest) over seeds.
+Handwritten digits of scikit-learn: two small networks, batches of 64, 1400 examples to train, 397 to test; accuracy in
+percent, mean (lowest) over seeds. With --mnist, an MLP 784-128-64-10, with --cifar10, 3C3D with ReLU, batches of 128;
+mean training loss of the last epoch / accuracy, means over seeds. DIR holds the data as torchvision lays it out, and
+bound 0 is none: the paper's algorithm. Markdown tables.
 """
 
 import argparse
+import itertools
+import math
 import sys
 import warnings
-from typing import Any
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,24 +25,60 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 import hesscale
+from hesscale_lab.tasks.archives import read_mnist
+from hesscale_lab.tasks.table import TASKS
 
-RATES = (1e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 1e-1)
-OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "Adam": (torch.optim.Adam, {}),
-    "AdaHesScale": (hesscale.AdaHesScale, {}),
-    "AdaHesScale, every=10": (hesscale.AdaHesScale, {"every": 10}),
-    "AdaHesScaleGN": (hesscale.AdaHesScaleGN, {}),
-    "AdaBL89": (hesscale.AdaBL89, {}),
-    "AdaGGNMC": (hesscale.AdaGGNMC, {}),
-    "AdaGGNMC, mean": (hesscale.AdaGGNMC, {"scale": "mean"}),
-    "AdaHessian": (hesscale.AdaHessian, {}),
-}
+Bounds = tuple[float | None, ...]
+Options = dict[str, Any]
 
 
-def network(kind: str) -> nn.Module:
-    """An untrained network for 64 pixels and 10 classes."""
-    if kind == "MLP, tanh":
-        return nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 10))
+class Data(NamedTuple):
+    """Inputs and labels to train on, and to test on; what a network reads, and how training goes."""
+
+    x: Tensor
+    y: Tensor
+    x_test: Tensor
+    y_test: Tensor
+    networks: Mapping[str, Any]
+    rates: tuple[float, ...]
+    batch: int
+
+
+def bounded(name: str, preset: Any, bounds: Bounds, **options: Any) -> Iterator[tuple[str, Any, Options]]:
+    """One row per bound."""
+    for bound in bounds:
+        label = "paper" if bound is None else f"bound {bound:g}"
+        yield f"{name}, {label}", preset, {**options, "bound": bound}
+
+
+def few(bounds: Bounds) -> list[tuple[str, Any, Options]]:
+    """What is compared everywhere."""
+    return [
+        ("Adam", torch.optim.Adam, {}),
+        *bounded("AdaHesScale", hesscale.AdaHesScale, bounds),
+        *bounded("AdaHesScaleGN", hesscale.AdaHesScaleGN, bounds),
+    ]
+
+
+def more(bounds: Bounds) -> list[tuple[str, Any, Options]]:
+    """The other optimizers."""
+    return [
+        *bounded("AdaHesScale, every=10", hesscale.AdaHesScale, bounds, every=10),
+        *bounded("AdaBL89", hesscale.AdaBL89, bounds),
+        *bounded("AdaGGNMC", hesscale.AdaGGNMC, bounds),
+        *bounded("AdaGGNMC, mean", hesscale.AdaGGNMC, bounds, scale="mean"),
+        *bounded("AdaHessian", hesscale.AdaHessian, bounds),
+    ]
+
+
+def mlp(*widths: int, activation: Any) -> nn.Module:
+    """Linear layers with an activation between them."""
+    pairs = itertools.pairwise(widths)
+    return nn.Sequential(*[layer for a, b in pairs for layer in (nn.Linear(a, b), activation())][:-1])
+
+
+def cnn() -> nn.Module:
+    """For 8 × 8 pixels."""
     return nn.Sequential(
         nn.Unflatten(1, (1, 8, 8)),
         *(nn.Conv2d(1, 8, 3, padding=1), nn.GELU(), nn.MaxPool2d(2)),
@@ -41,51 +86,99 @@ def network(kind: str) -> nn.Module:
     )
 
 
-def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Pixels and labels to train on, and to test on."""
+def digits() -> Data:
+    """Of scikit-learn."""
     found = load_digits()
     x, y = torch.tensor(found.data / 16 - 0.5, dtype=torch.float32), torch.tensor(found.target)
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
-    return x[order[:1400]], y[order[:1400]], x[order[1400:]], y[order[1400:]]
+    x, y = x[order], y[order]
+    networks = {"MLP, tanh": lambda: mlp(64, 64, 64, 10, activation=nn.Tanh), "CNN, GELU": cnn}
+    return Data(x[:1400], y[:1400], x[1400:], y[1400:], networks, (1e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 1e-1), 64)
 
 
-def accuracy(kind: str, name: str, lr: float, seed: int, epochs: int) -> float:
-    """In percent, on the test examples; 0 if the training broke off because something became infinite."""
-    x, y, x_test, y_test = digits()
+def mnist(folder: Path) -> Data:
+    """Pixels in [0, 1]."""
+    parts = [part for train in (True, False) for part in read_mnist(folder, train=train)]
+    x, y, x_test, y_test = (part.flatten(1).float() / 255 if part.dim() > 1 else part for part in parts)
+    activations = {"MLP, ReLU": nn.ReLU, "MLP, tanh": nn.Tanh}
+    networks = {name: lambda kind=kind: mlp(784, 128, 64, 10, activation=kind) for name, kind in activations.items()}
+    return Data(x, y, x_test, y_test, networks, (1e-4, 3e-4, 1e-3, 3e-3, 1e-2), 128)
+
+
+def cifar10(folder: Path, examples: int) -> Data:
+    """So many images of it."""
+    task = TASKS["cifar10-3c3d"].with_fields([("activation", "relu")])
+    (x, y), (x_test, y_test) = task.load(folder)
+    networks = {"3C3D, ReLU": lambda: task.make(torch.Generator().manual_seed(torch.initial_seed()))}
+    inputs = (task.prepare(images) for images in (x[:examples], x_test))
+    return Data(next(inputs), y[:examples], next(inputs), y_test, networks, (1e-4, 3e-4, 1e-3, 3e-3), 128)
+
+
+def train(data: Data, kind: str, preset: Any, options: Options, seed: int, epochs: int) -> tuple[float, float]:
+    """The mean loss of the last epoch, and the accuracy in percent; (inf, 0) if something became infinite."""
     torch.manual_seed(seed)
-    model = network(kind)
-    preset, options = OPTIMIZERS[name]
-    optimizer = preset(model.parameters(), lr=lr, **options)
+    model = data.networks[kind]()
+    optimizer = preset(model.parameters(), **options)
     order = torch.Generator().manual_seed(seed)
+    total = 0.0
     try:
         for _ in range(epochs):
-            for batch in torch.randperm(len(x), generator=order).split(64):
+            batches = torch.randperm(len(data.x), generator=order).split(data.batch)
+            total = 0.0
+            for batch in batches:
                 optimizer.zero_grad()
-                loss = F.cross_entropy(model(x[batch]), y[batch])
+                loss = F.cross_entropy(model(data.x[batch]), data.y[batch])
                 optimizer.backward(loss) if hasattr(optimizer, "backward") else loss.backward()
                 optimizer.step()
+                total += loss.item() / len(batches)
     except RuntimeError:
-        return 0.0
+        return math.inf, 0.0
     with torch.no_grad():
-        return 100 * float((model(x_test).argmax(1) == y_test).float().mean())
+        guesses = torch.cat([model(part).argmax(1) for part in data.x_test.split(1000)])
+    return total, 100 * float((guesses == data.y_test).float().mean())
+
+
+def cell(found: list[tuple[float, float]], *, with_loss: bool) -> str:
+    """What a table says about the runs of some seeds."""
+    losses, accuracies = ([run[place] for run in found] for place in (0, 1))
+    accuracy = sum(accuracies) / len(found)
+    if not with_loss:
+        return f"{accuracy:.1f} ({min(accuracies):.0f})"
+    loss = sum(losses) / len(found)
+    return f"{loss:.3f} / {accuracy:.1f}" if loss < 10 else "diverges"
 
 
 def main() -> None:
-    """Prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Prints the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=8)
-    arguments = parser.parse_args()
+    parser.add_argument("--mnist", type=Path)
+    parser.add_argument("--cifar10", type=Path)
+    parser.add_argument("--examples", type=int, default=50_000)
+    parser.add_argument("--bounds", default="0,1,3,10")
+    found = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # of curvature that vanished where a training has diverged
-    for kind in ("MLP, tanh", "CNN, GELU"):
-        sys.stdout.write(f"\n| {kind} | " + " | ".join(f"{lr:g}" for lr in RATES) + " |\n")
-        sys.stdout.write("|---|" + "---:|" * len(RATES) + "\n")
-        for name in OPTIMIZERS:
+    bounds = tuple(float(bound) or None for bound in found.bounds.split(","))
+    if found.mnist or found.cifar10:
+        data = mnist(found.mnist) if found.mnist else cifar10(found.cifar10, found.examples)
+        show(data, few(bounds), found, with_loss=True)
+    else:
+        show(digits(), [*few(bounds), *more(bounds[:2])], found, with_loss=False)
+
+
+def show(data: Data, rows: list[tuple[str, Any, Options]], found: argparse.Namespace, *, with_loss: bool) -> None:
+    """One table per network, row by row as they are found."""
+    for kind in data.networks:
+        sys.stdout.write(f"\n| {kind} | " + " | ".join(f"{lr:g}" for lr in data.rates) + " |\n")
+        sys.stdout.write("|---|" + "---:|" * len(data.rates) + "\n")
+        for name, preset, options in rows:
             cells = []
-            for lr in RATES:
-                found = [accuracy(kind, name, lr, seed, arguments.epochs) for seed in range(arguments.seeds)]
-                cells.append(f"{sum(found) / len(found):.1f} ({min(found):.0f})")
+            for lr in data.rates:
+                own = {**options, "lr": lr}
+                runs = [train(data, kind, preset, own, seed, found.epochs) for seed in range(found.seeds)]
+                cells.append(cell(runs, with_loss=with_loss))
             sys.stdout.write(f"| {name} | " + " | ".join(cells) + " |\n")
             sys.stdout.flush()
 

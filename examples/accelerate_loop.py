@@ -16,7 +16,7 @@ network = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(
 accelerator = Accelerator(gradient_accumulation_steps=2)
 model, optimizer, loader = accelerator.prepare(
     network,
-    hesscale.AdaHesScale(network.parameters(), lr=1e-3),
+    hesscale.AdaHesScale(network.parameters(), lr=1e-2),
     DataLoader(TensorDataset(x, y), batch_size=32, shuffle=True),
 )
 if accelerator.num_processes > 1:

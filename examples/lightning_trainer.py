@@ -23,7 +23,7 @@ class Classifier(lightning.LightningModule):
 
     def configure_optimizers(self) -> hesscale.AdaHesScale:
         """With several processes, also call ``hesscale.distributed.synchronize(optimizer, self)`` here."""
-        self.optimizer = hesscale.AdaHesScale(self.parameters(), lr=1e-3)
+        self.optimizer = hesscale.AdaHesScale(self.parameters(), lr=1e-2)
         return self.optimizer
 
 

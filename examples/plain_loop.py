@@ -11,7 +11,7 @@ x = torch.randn(512, 8)
 y = x[:, :4].argmax(1)
 model = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 4))
 
-optimizer = hesscale.AdaHesScale(model.parameters(), lr=1e-3, weight_decay=0.01)
+optimizer = hesscale.AdaHesScale(model.parameters(), lr=1e-2, weight_decay=0.01)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=20)
 
 for _ in range(20):

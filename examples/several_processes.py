@@ -31,7 +31,7 @@ if "--shard" in sys.argv:
 else:
     model = nn.parallel.DistributedDataParallel(model)
 
-optimizer = hesscale.AdaHesScale(model.parameters(), lr=1e-3)
+optimizer = hesscale.AdaHesScale(model.parameters(), lr=1e-2)
 if isinstance(model, nn.parallel.DistributedDataParallel):  # sharded parameters need no line
     hesscale.distributed.synchronize(optimizer, model)
 

@@ -20,7 +20,7 @@ from .batches import Data, generator_for
 from .batches import load as load_data
 from .histories import is_finished
 from .locks import alone
-from .optimizers import backward, make_optimizer, optimizer_named, warm_up
+from .optimizers import backward, leaps_expected, make_optimizer, optimizer_named, warm_up
 from .processes import Team
 from .runs import CONFIG, DamagedRunError, Run, open_run, replace_records, require_same
 from .tasks.classifiers import seed_dropout
@@ -115,7 +115,7 @@ def train(
         team.share(lambda: lock.enter_context(alone(folder, wait=wait)))
         if not team.share(lambda: _has_ended(run, config)):  # by now, perhaps, in another process
             training.restore(team.share(lambda: _take_up(run, config)), folder / checkpoints.NAME)
-            with _board(folder, wanted=tensorboard and team.is_first, after=training.epoch) as board:
+            with leaps_expected(), _board(folder, wanted=tensorboard and team.is_first, after=training.epoch) as board:
                 _train(training, run, _Listeners(watch or _nobody, each_epoch or _nobody, board))
         if team.is_first:
             checkpoints.remove(folder)

@@ -77,6 +77,7 @@ def by_hand(name: str, decay: float) -> list[Tensor]:
     return [p.detach() for p in model.parameters()]
 
 
+@pytest.mark.filterwarnings("ignore:a step took the norm")  # the paper has no bound
 @pytest.mark.parametrize("decay", [0.0, 0.05])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_update_is_the_authors(name: str, decay: float) -> None:

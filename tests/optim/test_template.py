@@ -40,7 +40,7 @@ def test_the_official_optimizers(path: Path) -> None:
     model = nn.Sequential(*(LAYERS[kind](*arguments) for kind, *arguments in meta["spec"])).double()
     model.load_state_dict({name[8:]: value for name, value in values.items() if name.startswith("param/0/")})
     preset = hesscale.AdaHesScaleGN if path.stem.startswith("adahesscalegn") else hesscale.AdaHesScale
-    optimizer = preset(model.parameters(), lr=meta["lr"], betas=meta["betas"], eps=meta["eps"])
+    optimizer = preset(model.parameters(), lr=meta["lr"], betas=meta["betas"], eps=meta["eps"], bound=None)
     checked = 0
     for step in range(1, meta["steps"] + 1):
         optimizer.zero_grad()
@@ -84,7 +84,7 @@ def test_with_the_gradient_for_curvature_it_is_adam(
     options: dict[str, Any], weight_decay: float, dtype: torch.dtype
 ) -> None:
     ours, theirs = leaves(options, dtype), leaves({}, dtype)
-    optimizer = hesscale.AdaHesScale(ours, lr=0.01, weight_decay=weight_decay, **options)
+    optimizer = hesscale.AdaHesScale(ours, lr=0.01, weight_decay=weight_decay, bound=None, **options)
     kind = torch.optim.AdamW if weight_decay else torch.optim.Adam
     adam = kind(theirs, lr=0.01, weight_decay=weight_decay, foreach=False, fused=False)
     for step in range(6):
@@ -104,7 +104,7 @@ def test_in_half_precision_it_is_adam_in_single_rounded_after_each_step(
     options: dict[str, Any], dtype: torch.dtype
 ) -> None:
     ours, wide = leaves(options, dtype), [p.detach().float().requires_grad_() for p in leaves({}, dtype)]
-    optimizer = hesscale.AdaHesScale(ours, lr=0.01, weight_decay=0.1, **options)
+    optimizer = hesscale.AdaHesScale(ours, lr=0.01, weight_decay=0.1, bound=None, **options)
     adam = torch.optim.AdamW(wide, lr=0.01, weight_decay=0.1, foreach=False, fused=False)
     for step in range(6):
         feed(ours, step, same=True)
@@ -135,6 +135,7 @@ def slowly(options: dict[str, Any], steps: int = 5) -> list[Tensor]:
     lr, every, radius = 0.01, options.get("every", 1), options.get("trust_region")
     eps, inside, decay = options.get("eps", 1e-8), options.get("eps_inside_root", False), options.get("weight_decay", 0)
     scale, sign = options.get("scale", "rms"), -1.0 if options.get("maximize") else 1.0
+    bound = options.get("bound", 1.0) or math.inf
     tensors = leaves({"differentiable": True})
     params = [p.flatten().tolist() for p in tensors]
     m = [[0.0] * len(p) for p in params]
@@ -154,7 +155,8 @@ def slowly(options: dict[str, Any], steps: int = 5) -> list[Tensor]:
                     v[i][j] = 0.999 * v[i][j] + 0.001 * average(h)
                 hat = abs(v[i][j]) / (1 - 0.999**refreshes)
                 root = math.sqrt(hat + eps) if inside else (math.sqrt(hat) if scale == "rms" else hat) + eps
-                u[i][j] = lr * m[i][j] / (1 - 0.9 ** (step + 1)) / root
+                ratio = m[i][j] / (1 - 0.9 ** (step + 1)) / root
+                u[i][j] = lr * max(-bound, min(bound, ratio))
                 length += (math.sqrt(v[i][j]) if scale == "rms" else abs(v[i][j])) * u[i][j] ** 2
         factor = 1.0 if radius is None else min(1.0, math.sqrt(2 * radius / length))
         params = [
@@ -176,9 +178,15 @@ VARIANTS: list[dict[str, Any]] = [
     {"scale": "mean_abs", "eps": 1e-3},
     {"scale": "mean", "eps": 1e-3, "every": 2},
     {"scale": "mean", "trust_region": 1e-5},
+    {"bound": None},
+    {"bound": None, "eps": 0.1, "eps_inside_root": True},
+    {"bound": None, "weight_decay": 0.3, "trust_region": 1e-5},
+    {"bound": None, "scale": "mean", "eps": 1e-3, "every": 2},
+    {"bound": 0.1, "every": 3, "maximize": True},
 ]
 
 
+@pytest.mark.filterwarnings("ignore:a step took the norm")  # without a bound
 @pytest.mark.parametrize("foreach", [False, True])
 @pytest.mark.parametrize("options", VARIANTS, ids=str)
 def test_every_variant_follows_its_formula(options: dict[str, Any], foreach: bool) -> None:

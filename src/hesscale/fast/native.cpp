@@ -22,14 +22,14 @@ enum Scale { RMS, RMS_EPS_INSIDE, MEAN_ABS, MEAN };
 struct Row {
   int64_t size, is_double, scale;
   void *p, *g, *h, *m, *v, *u;
-  double decay, sign, weight1, beta2, weight2, step_size, eps;
+  double decay, sign, weight1, beta2, weight2, step_size, eps, limit;
   double top_g, top_h;  // found by hesscale_look: the largest magnitudes, nan and inf among them
 };
 
 template <typename T, int SCALE, bool REFRESH, bool MOVING>
 void update(const Row& row, int64_t begin, int64_t end) {
   const T decay = row.decay, sign = row.sign, weight1 = row.weight1, beta2 = row.beta2, weight2 = row.weight2,
-          step_size = row.step_size, eps = row.eps;
+          step_size = row.step_size, eps = row.eps, limit = row.limit;
   T* __restrict p = static_cast<T*>(MOVING ? row.p : row.u);
   const T* __restrict g = static_cast<const T*>(row.g);
   const T* __restrict h = static_cast<const T*>(row.h);
@@ -53,7 +53,7 @@ void update(const Row& row, int64_t begin, int64_t end) {
     T denominator = c + eps;
     if constexpr (SCALE == RMS_EPS_INSIDE) denominator = std::sqrt(denominator);
     denominator = c > 0 ? denominator : std::numeric_limits<T>::infinity();
-    const T u = step_size * mean / denominator;
+    const T u = std::min(std::max(step_size * mean / denominator, -limit), limit);
     p[j] = MOVING ? p[j] * decay - u : u;
   }
 }

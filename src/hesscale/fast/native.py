@@ -44,14 +44,14 @@ class Row(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("size", "is_double", "scale")),
         *((name, ctypes.c_void_p) for name in ("p", "g", "h", "m", "v", "u")),
         *((name, ctypes.c_double) for name in ("decay", "sign", "weight1", "beta2", "weight2", "step_size", "eps")),
-        *((name, ctypes.c_double) for name in ("top_g", "top_h")),
+        *((name, ctypes.c_double) for name in ("limit", "top_g", "top_h")),
     )
 
 
 def row(
     p: Tensor, g: Tensor, h: Tensor | None, m: Tensor, v: Tensor, *, scale: int, numbers: Iterable[float]
 ) -> Row | None:
-    """The row of a parameter, with numbers from ``decay`` to ``eps``; None unless native.cpp can read its memory.
+    """The row of a parameter, with numbers from ``decay`` to ``limit``; None unless native.cpp can read its memory.
 
     That is, unless all are dense tensors of one dtype on the CPU, with their entries in the order of those of p.
     """

@@ -35,7 +35,7 @@ _ALONE = (
 def refuse_bad_options(group: Mapping[str, Any], *, first: Mapping[str, Any]) -> None:
     """ValueError, with the value in it, unless the options of a group make sense, alone and beside the ``first``."""
     lr, betas, eps, decay = group["lr"], group["betas"], group["eps"], group["weight_decay"]
-    every, radius, scale = group["every"], group["trust_region"], group["scale"]
+    every, bound, radius, scale = group["every"], group["bound"], group["trust_region"], group["scale"]
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ValueError(f"lr as a tensor must have one element, not shape {tuple(lr.shape)}")
     rows = (
@@ -44,6 +44,7 @@ def refuse_bad_options(group: Mapping[str, Any], *, first: Mapping[str, Any]) ->
         (all(0.0 <= beta < 1.0 for beta in betas), f"both betas must lie in [0, 1): {betas}"),
         (decay >= 0.0, f"weight_decay must not be negative: {decay}"),
         (isinstance(every, int) and every >= 1, f"every must be a whole number of steps, 1 or more: {every}"),
+        (bound is None or bound > 0.0, f"bound must be positive, or None for the paper's algorithm: {bound}"),
         (radius is None or radius > 0.0, f"trust_region must be positive or None: {radius}"),
         (radius == first["trust_region"], "trust_region bounds the step of all groups together: it cannot differ"),
         (scale in SCALES, f"unknown scale {scale!r}: choose one of {', '.join(map(repr, SCALES))}"),

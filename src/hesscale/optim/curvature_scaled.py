@@ -17,7 +17,7 @@ from .. import distributed
 from ..columns.dial import Rank
 from ..compiled import Step, compile_for
 from ..graph import LOW_PRECISION
-from . import amp, checkpoints, checks
+from . import amp, checkpoints, checks, leaps
 from .arming import armed, suspended
 from .shards import PLAIN, local, total
 from .sources import Propagated, Source, with_rank
@@ -34,12 +34,13 @@ _NO_SOURCE = (
 class CurvatureScaled(Optimizer):
     """Adam whose second moment is one of curvature. It reads ``p.curvature``, whoever has written it.
 
-        m = EMA(g)      V = EMA(h²), h = p.curvature      p ← (1 − lr·weight_decay)·p − lr · m̂ / (√V̂ + eps)
+        m = EMA(g)     V = EMA(h²), h = p.curvature     p ← (1 − lr·weight_decay)·p − lr · clip(m̂ / (√V̂ + eps), ±bound)
 
     - ``every=k``: V is refreshed in each of the first k steps, to have an average, and from then on in every k-th;
       its bias correction counts refreshes.
     - ``scale``: how V averages: "rms" as above, "mean_abs" V = EMA(|h|) or "mean" V = EMA(h) with |V̂| + eps below.
     - ``eps_inside_root``: √(V̂ + eps), as in Algorithm 2 of Elsayed & Mahmood; their code has it outside.
+    - ``bound``: no entry moves by more than lr·bound, however small its curvature is. None: the paper's algorithm.
     - ``trust_region=δ``: the updates u of all groups are scaled by min(1, √(2δ / Σ c u²)), c = √V.
     - ``source``: which pass ``backward``, ``attach`` and ``armed`` use to compute curvature (sources.py); ``rank``: how
       many columns it carries beside the diagonal, as in ``hesscale.backward``.
@@ -62,6 +63,7 @@ class CurvatureScaled(Optimizer):
         every: int = 1,
         scale: str = "rms",
         eps_inside_root: bool = False,
+        bound: float | None = 1.0,
         trust_region: float | None = None,
         source: Source | None = None,
         rank: Rank = 0,
@@ -79,6 +81,7 @@ class CurvatureScaled(Optimizer):
             "every": every,
             "scale": scale,
             "eps_inside_root": eps_inside_root,
+            "bound": bound,
             "trust_region": trust_region,
             "maximize": maximize,
             "foreach": foreach,
@@ -107,6 +110,8 @@ class CurvatureScaled(Optimizer):
         super().__setstate__(state)
         self.__dict__.setdefault("source", self.SOURCE)
         for group in self.param_groups:
+            if "eps_inside_root" in group:  # ours, of a time when nothing was bounded
+                group.setdefault("bound", None)
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
         if "_curvature_hooks" not in self.__dict__:
@@ -118,6 +123,7 @@ class CurvatureScaled(Optimizer):
         self._curvature_hooks: list[CurvatureHook] = []
         self._scaler: GradScaler | None = None
         self._is_unscaled = False
+        self._has_warned = False  # of a leap
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in torch. Averages in single precision stay so; of Adam's and AdamW's state, V begins afresh."""
@@ -227,7 +233,10 @@ class CurvatureScaled(Optimizer):
             self._unscale(slots)
         forms = forms_of(slots)
         if self._is_usable(forms):
-            self._move(forms)
+            if self._has_warned or not _may_leap(self.param_groups):
+                self._move(forms)
+            else:
+                self._move_and_watch(forms, slots)
             self._count(slots)
 
     def _slots(self, group: dict[str, Any]) -> list[Slot]:
@@ -283,6 +292,15 @@ class CurvatureScaled(Optimizer):
             warnings.warn(f"{bad}, under the loss scale: step skipped; use a lower scale", stacklevel=6)
         return not bad
 
+    def _move_and_watch(self, forms: Sequence[Form], slots: Sequence[Slot]) -> None:
+        watched = leaps.watched(slots)
+        before = leaps.norms(watched)
+        self._move(forms)
+        leap = leaps.first_leap(watched, before)
+        if leap:
+            self._has_warned = True
+            warnings.warn(leap, stacklevel=5)
+
     def _move(self, forms: Sequence[Form]) -> None:
         radius = self.param_groups[0]["trust_region"]
         if radius is None:
@@ -336,11 +354,20 @@ def _is_due(group: Mapping[str, Any]) -> bool:
     return due
 
 
+def _may_leap(groups: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether this is a step to watch, and some group has no bound that makes it needless."""
+    steps = groups[0]["steps"]
+    if steps >= leaps.FIRST and steps % leaps.FIRST:
+        return False
+    bounds = [group["bound"] for group in groups]
+    return None in bounds or max(bounds) > leaps.FACTOR
+
+
 def _formula(group: Mapping[str, Any]) -> Formula:
     lr = group["lr"]
     on_device = group["capturable"] or group["differentiable"]
     beta1, beta2 = group["betas"]
-    same = {name: group[name] for name in ("eps", "weight_decay", "scale", "eps_inside_root", "maximize")}
+    same = {name: group[name] for name in ("eps", "weight_decay", "scale", "eps_inside_root", "bound", "maximize")}
     return Formula(lr=lr if on_device else float(lr), beta1=beta1, beta2=beta2, form=_form(group), **same)
 
 

@@ -10,7 +10,7 @@ from .sources import Hutchinson, Propagated, SampledGaussNewton
 
 @final
 class AdaHesScale(CurvatureScaled):
-    """Adam with HesScale's estimate of the Hessian diagonal in place of g² (Elsayed & Mahmood 2022).
+    """Adam with HesScale's estimate of the Hessian diagonal in place of g² (Elsayed & Mahmood 2022: ``bound=None``).
 
     ``backward(loss, missing=…, generator=…)`` as in ``hesscale.backward``.
     """
@@ -20,7 +20,7 @@ class AdaHesScale(CurvatureScaled):
 
 @final
 class AdaHesScaleGN(CurvatureScaled):
-    """Adam with the Gauss-Newton form of HesScale in place of g² (Elsayed & Mahmood 2022).
+    """Adam with the Gauss-Newton form of HesScale in place of g² (Elsayed & Mahmood 2022: ``bound=None``).
 
     ``backward(loss, output=…, missing=…, generator=…)`` as in ``hesscale.backward``:
     ``output`` says where the loss begins.
@@ -54,8 +54,8 @@ class AdaGGNMC(CurvatureScaled):
 class AdaHessian(CurvatureScaled):
     """Adam with one Hutchinson probe of the Hessian diagonal in place of g² (Yao et al. 2021); for comparison.
 
-    The authors' settings are lr=0.15 and eps=1e-4. ``backward(loss, spatial_average=True, generator=…)``: kernels of
-    2-d convolutions get the mean of |v ∘ Hv| over their two spatial dimensions.
+    The authors' settings are lr=0.15, eps=1e-4 and bound=None. ``backward(loss, spatial_average=True, generator=…)``:
+    kernels of 2-d convolutions get the mean of |v ∘ Hv| over their two spatial dimensions.
     """
 
     SOURCE = Hutchinson()

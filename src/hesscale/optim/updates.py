@@ -6,9 +6,10 @@ With m = EMA(g), and V the average of the curvature h that ``scale`` names, over
     mean_abs   V = EMA(|h|)     c = V           denominator  V / (1 − β₂ʳ)  + eps
     mean       V = EMA(h)       c = |V|         denominator |V| / (1 − β₂ʳ) + eps
 
-    p ← (1 − lr·weight_decay)·p − u        u = lr · m / (1 − β₁ᵗ) / denominator
+    p ← (1 − lr·weight_decay)·p − u        u = lr · m / (1 − β₁ᵗ) / denominator, clipped at ±lr·bound
 
-An entry whose V is exactly zero has no scale, and does not move: its denominator counts as infinite.
+Without a bound nothing is clipped. An entry whose V is exactly zero has no scale, and does not move: its denominator
+counts as infinite.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ class Formula(NamedTuple):
     weight_decay: float
     scale: str
     eps_inside_root: bool
+    bound: float | None
     maximize: bool
     form: str  # a key of FORMS
 
@@ -52,6 +54,7 @@ class Factors(NamedTuple):
     decay: Number  # 1 − lr·weight_decay
     step_size: Number  # lr / (1 − β₁ᵗ)
     correction: Number  # what c is divided by: 1 − β₂ʳ, or its root for rms
+    limit: Number | None  # lr·bound: what no entry of u exceeds; None without a bound
 
 
 class Slot(NamedTuple):
@@ -83,6 +86,7 @@ def factors(formula: Formula, steps: Number, refreshes: Number) -> Factors:
         decay=1 - formula.lr * formula.weight_decay,
         step_size=formula.lr / (1 - formula.beta1**steps),
         correction=correction**0.5 if formula.scale == "rms" else correction,
+        limit=None if formula.bound is None else formula.lr * formula.bound,
     )
 
 
@@ -150,18 +154,38 @@ class Loop(Form):
         for slot in self.slots:
             if slot.formula.weight_decay:
                 slot.p.mul_(slot.factors.decay)
-            denominator = _average_and_denominator(slot)
-            # differentiable: m moves on, the graph keeps its own
-            m = slot.m.clone() if torch.is_grad_enabled() else slot.m
-            step_size = slot.factors.step_size
-            if isinstance(step_size, Tensor):  # addcdiv_ takes no tensor as its value
-                slot.p.addcdiv_(m, denominator / -step_size)
+            if slot.factors.limit is None:
+                _move_freely(slot)
             else:
-                slot.p.addcdiv_(m, denominator, value=-step_size)
+                slot.p.sub_(_direction(slot))
 
     def directions(self) -> list[Tensor]:
-        denominators = map(_average_and_denominator, self.slots)
-        return [slot.factors.step_size * slot.m / d for slot, d in zip(self.slots, denominators, strict=True)]
+        return [_direction(slot) for slot in self.slots]
+
+
+def _move_freely(slot: Slot) -> None:
+    """p ← p − u without a bound, with torch's own rounding in Adam."""
+    denominator, m, step_size = _average_and_denominator(slot), _kept(slot.m), slot.factors.step_size
+    if isinstance(step_size, Tensor):  # addcdiv_ takes no tensor as its value
+        slot.p.addcdiv_(m, denominator / -step_size)
+    else:
+        slot.p.addcdiv_(m, denominator, value=-step_size)
+
+
+def _direction(slot: Slot) -> Tensor:
+    denominator, step_size = _average_and_denominator(slot), slot.factors.step_size
+    limit: Any = slot.factors.limit  # clamp takes two numbers or two tensors
+    if limit is None:
+        return step_size * _kept(slot.m) / denominator
+    if torch.is_grad_enabled():
+        return (_kept(slot.m) / denominator * step_size).clamp(-limit, limit)
+    # in the memory of the denominator: fresh memory costs more than the arithmetic
+    return torch.div(slot.m, denominator, out=denominator).mul_(step_size).clamp_(-limit, limit)
+
+
+def _kept(m: Tensor) -> Tensor:
+    """m, as a copy where a graph needs it later: m itself moves on."""
+    return m.clone() if torch.is_grad_enabled() else m
 
 
 def _average_and_denominator(slot: Slot) -> Tensor:
@@ -188,6 +212,9 @@ class Foreach(Form):
             p, m = [slot.p for slot in alike], [slot.m for slot in alike]
             if alike[0].formula.weight_decay:
                 torch._foreach_mul_(p, alike[0].factors.decay)
+            if alike[0].formula.bound is not None:
+                torch._foreach_sub_(p, _directions(alike))
+                continue
             denominators = _denominators(alike)
             sizes: Any = [-slot.factors.step_size for slot in alike]
             if isinstance(sizes[0], Tensor):
@@ -199,10 +226,7 @@ class Foreach(Form):
     def directions(self) -> list[Tensor]:
         found: dict[int, Tensor] = {}
         for alike in self._grouped():
-            u = torch._foreach_div([slot.m for slot in alike], _denominators(alike))
-            sizes: Any = [slot.factors.step_size for slot in alike]
-            torch._foreach_mul_(u, sizes)
-            found.update(zip(map(id, alike), u, strict=True))
+            found.update(zip(map(id, alike), _directions(alike), strict=True))
         return [found[id(slot)] for slot in self.slots]
 
     def _grouped(self) -> list[list[Slot]]:
@@ -211,6 +235,20 @@ class Foreach(Form):
             key = (id(slot.formula), slot.p.device, slot.p.dtype, slot.h is None)
             groups.setdefault(key, []).append(slot)
         return list(groups.values())
+
+
+def _directions(slots: Sequence[Slot]) -> list[Tensor]:
+    u = list(torch._foreach_div([slot.m for slot in slots], _denominators(slots)))
+    sizes: Any = [slot.factors.step_size for slot in slots]
+    torch._foreach_mul_(u, sizes)
+    limit: Any = slots[0].factors.limit  # of one group, whatever their ages
+    if isinstance(limit, Tensor):
+        for entry in u:
+            entry.clamp_(-limit, limit)
+    elif limit is not None:
+        torch._foreach_clamp_min_(u, -limit)
+        torch._foreach_clamp_max_(u, limit)
+    return u
 
 
 def _denominators(slots: Sequence[Slot]) -> list[Tensor]:
@@ -288,8 +326,8 @@ def _row(slot: Slot) -> native.Row | None:
 
     m·a / (c/k + eps)  =  m·ak / (c + eps·k)        m·a / √(c²/k² + eps)  =  m·ak / √(c² + eps·k²)
     """
-    formula, (decay, step_size, k) = slot.formula, slot.factors
-    if isinstance(decay, Tensor) or isinstance(step_size, Tensor) or isinstance(k, Tensor):
+    formula, (decay, step_size, k, limit) = slot.formula, slot.factors
+    if isinstance(decay, Tensor) or isinstance(step_size, Tensor) or isinstance(k, Tensor) or isinstance(limit, Tensor):
         return None
     eps = formula.eps * (k * k if formula.eps_inside_root else k)
     averaging = (-1.0 if formula.maximize else 1.0, 1 - formula.beta1, formula.beta2, 1 - formula.beta2)
@@ -300,7 +338,7 @@ def _row(slot: Slot) -> native.Row | None:
         slot.m,
         slot.v,
         scale=_NATIVE_SCALES[formula.scale, formula.eps_inside_root],
-        numbers=(decay, *averaging, step_size * k, eps),
+        numbers=(decay, *averaging, step_size * k, eps, math.inf if limit is None else limit),
     )
 
 

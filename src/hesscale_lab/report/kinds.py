@@ -11,8 +11,9 @@ from ..plots import approximation_quality as quality_plot
 from ..plots import cost as cost_plot
 from ..plots import error_per_time as time_plot
 from ..plots.drawn import Config, Drawn, Records
-from ..studies import approximation_quality, cost, error_per_time
+from ..studies import approximation_quality, cost, error_per_time, stability
 from ..studies.reading import Checks
+from .stability_tables import stability_tables
 from .study_tables import cost_tables, quality_tables, time_tables
 from .table import Table
 
@@ -48,8 +49,15 @@ QUALITY = Kind(
     _quality_tables,
 )
 COST = Kind("cost", (("optimizers", list), ("threads", int)), cost.CHECKS, cost_plot.figures, cost_tables)
+STABILITY = Kind(
+    "study stability",
+    (("networks", list), ("rates", list)),
+    {"stability": stability.is_record},
+    lambda config, records: iter(()),
+    stability_tables,
+)
 
-KINDS = (QUALITY, COST)
+KINDS = (QUALITY, COST, STABILITY)
 
 
 def kind_of(config: dict[str, Any]) -> Kind | None:
