@@ -20,6 +20,7 @@ import hesscale
 from hesscale import compiled, fast
 from hesscale.compiled import step as steps
 from hesscale.compiled.backend import stand_ins, without_mkldnn
+from hesscale.rules import RULES
 
 from .rules.case import Case
 from .rules.cases import CASES
@@ -32,7 +33,8 @@ OTHER_RANDOM_NUMBERS = {"NativeDropoutBackward0", "RreluWithNoiseBackward0", "Rr
 OTHER_FORMULA = {"ProdBackward0", "ProdBackward1"}
 """Torch looks for zeros among the factors, and takes the safe way where it cannot look."""
 
-ONE_PER_NODE = [*{case.node: case for case in reversed(CASES)}.values()][::-1]
+ONE_PER_RULE = [*{RULES[case.node]: case for case in reversed(CASES) if case.node not in NO_FAKE_KERNEL}.values()]
+"""Nodes that share a rule share its code; the smallest number of traces that sees all of it."""
 WITH_NUMBERS = [case for case in CASES if "number" in case.label]
 
 
@@ -56,10 +58,8 @@ def traced_pass(case: Case) -> Callable[..., list[Tensor]]:
     return run
 
 
-@pytest.mark.parametrize("case", [*ONE_PER_NODE, *WITH_NUMBERS], ids=lambda case: case.label)
+@pytest.mark.parametrize("case", [*ONE_PER_RULE, *WITH_NUMBERS], ids=lambda case: case.label)
 def test_every_rule_is_traced(case: Case) -> None:
-    if case.node in NO_FAKE_KERNEL:
-        pytest.skip("torch itself has no kernel without data")
     tensors = [value.detach() for value in case.inputs if isinstance(value, Tensor)]
     run = traced_pass(case)
     module = make_fx(run, tracing_mode="fake", _allow_non_fake_inputs=True)(*stand_ins(tensors)[0])
@@ -95,7 +95,7 @@ class Tied(nn.Module):
 
 def words(count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(11, (count, 3), generator=generator), torch.randint(11, (count,), generator=generator)
+    return torch.randint(11, (count, 2), generator=generator), torch.randint(11, (count,), generator=generator)
 
 
 def small(dtype: torch.dtype = torch.float64) -> nn.Sequential:
@@ -125,15 +125,14 @@ def pair(model: nn.Module, **options: Any) -> tuple[nn.Module, nn.Module, compil
     return model, twin, hesscale.compile(cross_entropy, model, **{"backend": "eager", **options})
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_training_is_the_eager_one(backend: str) -> None:
+def test_training_is_the_eager_one() -> None:
     """50 steps of two micro-batches each, with a schedule, and a smaller batch at the end of each epoch."""
     torch.manual_seed(0)
     ours = Tied().double()
     theirs = copy.deepcopy(ours)
     optimizers = [hesscale.AdaHesScale(m.parameters(), lr=1e-2) for m in (ours, theirs)]
     schedules = [torch.optim.lr_scheduler.StepLR(o, 10, 0.5) for o in optimizers]
-    step = optimizers[0].compile(cross_entropy, ours, backend=backend)
+    step = optimizers[0].compile(cross_entropy, ours, backend="aot_eager")
     for number in range(50):
         count = 3 if number % 10 == 9 else 6
         for micro in range(2):
@@ -405,11 +404,11 @@ def test_one_graph_for_all_sizes(make: str) -> None:
     torch.manual_seed(0)
     if make == "tied":
         model: nn.Module = Tied()
-        batches = [words(count, count) for count in (6, 9, 4)]
+        batches = [words(count, count) for count in (6, 9)]
     else:
         layers = [nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
         model = nn.Sequential(*layers, nn.Linear(3, 3))
-        batches = [(torch.randn(n, 2, n + 3, 8, dtype=torch.float64), vectors(n)[1]) for n in (6, 9, 4)]
+        batches = [(torch.randn(n, 2, n + 3, 8, dtype=torch.float64), vectors(n)[1]) for n in (6, 9)]
     ours, theirs, step = pair(model.double(), dynamic=True)
     for batch in batches:
         step(*batch)
