@@ -34,6 +34,8 @@ _STYLES: Mapping[str, Style] = {
     "AdaHesScale compiled": (_BLUE, "--", "o"),
     "AdaHesScale fused": (_BLUE, ":", "o"),
     "AdaHesScale fused every=10": (_BLUE, "-.", "."),
+    "AdaHesScale rank=1": (_BLUE, "--", "2"),
+    "AdaHesScale rank=3": (_BLUE, "--", "3"),
     "AdaHesScaleGN": (_SKY, "-", "s"),
     "AdaHesScaleGN fused": (_SKY, ":", "s"),
     "AdaBL89": (_PURPLE, "-", "^"),

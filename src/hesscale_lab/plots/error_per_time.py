@@ -15,17 +15,20 @@ from .drawn import Config, Drawn, Records, tidy, verbatim
 
 _STYLES = {
     "HesScale": ("#0072B2", "D"),
+    "HesScale rank=1": ("#0072B2", "o"),
+    "HesScale rank=3": ("#0072B2", "^"),
+    "HesScale rank=full": ("#0072B2", "*"),
     "HesScaleGN": ("#56B4E9", "D"),
     "g²": ("#777777", "s"),
     "AdaHessian-MC": ("#D55E00", "o-"),
     "GGN-MC": ("#009E73", "o-"),
 }
 _BOUNDS = {"GGN": (":", "GGN, exact"), "|diag H|": ("--", "|diag H| (estimate 0)")}
-
+_ROUNDING = 1e-10  # an error below this share of HesScale's is rounding, and has no place on a log axis
 
 _CAPTION = (
     "Error of every estimate, in units of HesScale's, against the milliseconds it takes (gray line: HesScale's), on "
-    "logarithmic scales. Sampled estimates are lines over the number of samples."
+    "logarithmic scales. Sampled estimates are lines over the number of samples. Hollow, at the foot: exact."
 )
 
 
@@ -62,6 +65,9 @@ def _draw_cell(axes: Axes, records: Records) -> None:
             continue
         label = f"{method}, 1 … {points[-1]['samples']} samples" if points[0]["samples"] else method
         times, errors = [1000 * r["seconds"] for r in points], [r["error"] / unit["error"] for r in points]
+        if max(errors) < _ROUNDING:
+            axes.plot(times, 0.03, style, color=color, fillstyle="none", transform=axes.get_xaxis_transform())
+            times, errors = [], []
         axes.plot(times, errors, style, color=color, markersize=7 if len(points) == 1 else 5, label=label)
     for method, (style, label) in _BOUNDS.items():
         for record in by_method.get(method, ()):

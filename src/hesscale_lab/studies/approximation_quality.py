@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import hesscale
+from hesscale.columns.dial import Rank
 from hesscale.estimators import kfac
 
 from ..tasks.networks import Data, Network, Size, seeded, train
@@ -34,6 +35,9 @@ AS_CODED = ", as coded"
 """What AdaHessian's estimator is in the authors' experiment: |Hv|; for 50 probes that of the first one, over 50."""
 
 SAMPLES = 50
+
+RANKS: Mapping[str, Rank] = {f"{REFERENCE} rank={rank}": rank for rank in (1, 3, "full")}
+"""HesScale with columns, by label."""
 
 STAGES = ("initial", "trained")
 
@@ -122,22 +126,25 @@ def _stacked_estimates(
             yield f"AdaHessian-MC1{AS_CODED}", sizes
             yield f"AdaHessian-MC{SAMPLES}{AS_CODED}", [size / SAMPLES for size in sizes]
     yield f"AdaHessian-MC{SAMPLES}", mean
+    for label, rank in RANKS.items():
+        yield label, stacked.propagated(passed, "hesscale", rank=rank)
 
 
-ONE_BY_ONE: Mapping[str, tuple[str, int]] = {
-    REFERENCE: ("hesscale", 1),
-    "BL89": ("bl89", 1),
-    "HesScaleGN": ("hesscale_gn", 1),
-    "GGN": ("ggn", 1),
-    "g²": ("squared_gradient", 1),
-    "GGN-MC1": ("ggn_mc", 1),
-    f"GGN-MC{SAMPLES}": ("ggn_mc", SAMPLES),
-    "KFAC-MC1": ("kfac", 1),
-    f"KFAC-MC{SAMPLES}": ("kfac", SAMPLES),
-    "AdaHessian-MC1": ("hutchinson", 1),
-    f"AdaHessian-MC{SAMPLES}": ("hutchinson", SAMPLES),
+ONE_BY_ONE: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    REFERENCE: ("hesscale", {}),
+    "BL89": ("bl89", {}),
+    "HesScaleGN": ("hesscale_gn", {}),
+    "GGN": ("ggn", {}),
+    "g²": ("squared_gradient", {}),
+    "GGN-MC1": ("ggn_mc", {"samples": 1}),
+    f"GGN-MC{SAMPLES}": ("ggn_mc", {"samples": SAMPLES}),
+    "KFAC-MC1": ("kfac", {"samples": 1}),
+    f"KFAC-MC{SAMPLES}": ("kfac", {"samples": SAMPLES}),
+    "AdaHessian-MC1": ("hutchinson", {"samples": 1}),
+    f"AdaHessian-MC{SAMPLES}": ("hutchinson", {"samples": SAMPLES}),
+    **{label: ("hesscale", {"rank": rank}) for label, rank in RANKS.items()},
 }
-"""What each label is in the library: method and samples."""
+"""What each label is in the library: a method and its options."""
 
 
 def _errors_one_by_one(model: nn.Module, x: Tensor, y: Tensor, generator: torch.Generator) -> Errors:
@@ -149,8 +156,8 @@ def _errors_one_by_one(model: nn.Module, x: Tensor, y: Tensor, generator: torch.
         batch = x[i : i + 1], y[i : i + 1]
         truth = hesscale.estimate("hessian", model, F.cross_entropy, batch)
         found = {
-            label: hesscale.estimate(method, model, F.cross_entropy, batch, samples=samples, generator=generator)
-            for label, (method, samples) in rows.items()
+            label: hesscale.estimate(method, model, F.cross_entropy, batch, generator=generator, **options)
+            for label, (method, options) in rows.items()
         }
         found[ZERO] = {name: torch.zeros_like(t) for name, t in truth.items()}
         for label, estimate in found.items():

@@ -1,8 +1,8 @@
-"""What sampling buys in the time HesScale takes: how many samples fit, and what error they leave.
+"""What sampling buys in the time HesScale takes, with columns and without: how many samples fit, what error they leave.
 
 All methods run through ``hesscale.estimate`` on the same batches, in interleaved rounds, so that a busy moment of the
-machine hits all of them. Sampled methods are timed with several numbers of samples; how many fit in HesScale's time is
-read off the line between them.
+machine hits all of them. Sampled methods are timed with several numbers of samples; how many fit in the time of
+HesScale at each of its ranks is read off the line between them.
 """
 
 from __future__ import annotations
@@ -20,11 +20,16 @@ import hesscale
 
 from ..tasks.networks import BATCH, Data, Network, Size, seeded, train
 from . import stacked_mlp as stacked
-from .approximation_quality import REFERENCE, STAGES
+from .approximation_quality import RANKS, REFERENCE, STAGES
 from .reading import Record, is_size
 
 SAMPLED: Mapping[str, str] = {"AdaHessian-MC": "hutchinson", "GGN-MC": "ggn_mc"}
-SINGLE: Mapping[str, str] = {"HesScale": "hesscale", "HesScaleGN": "hesscale_gn", "g²": "squared_gradient"}
+SINGLE: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    REFERENCE: ("hesscale", {}),
+    "HesScaleGN": ("hesscale_gn", {}),
+    "g²": ("squared_gradient", {}),
+    **{label: ("hesscale", {"rank": rank}) for label, rank in RANKS.items()},
+}
 BATCH_SIZES = (1, BATCH)
 BOUNDS = ("GGN", "|diag H|")
 """Errors to compare with: of the exact Gauss-Newton diagonal, which GGN-MC tends to, and of zero."""
@@ -75,10 +80,10 @@ def _of_model(
 ) -> Iterator[dict[str, Any]]:
     """One record per method: the time of an estimate, the samples in it, its mean L1 error over some batches."""
     seconds = _timed(model, data(batch, generator), rounds, generator)
-    budget = seconds["HesScale", 1]
+    budgets = [seconds[label, 1] for label in (REFERENCE, *RANKS)]
     rows = [(label, 1) for label in SINGLE]
     for label in SAMPLED:
-        counts = {*_LADDER, affordable(seconds, label, budget)}
+        counts = {*_LADDER, *(affordable(seconds, label, budget) for budget in budgets)}
         rows += [(label, count) for count in sorted(counts)]
     errors = _errors(model, data, batch, rows, generator)
     for label, count in rows:
@@ -111,11 +116,11 @@ def _timed(
 ) -> dict[tuple[str, int], float]:
     """Median seconds by label and samples."""
 
-    def call(method: str, samples: int) -> Callable[[], Any]:
-        return lambda: hesscale.estimate(method, model, F.cross_entropy, batch, samples=samples, generator=generator)
+    def call(label: str, count: int) -> Callable[[], Any]:
+        return lambda: _estimate(label, count, model, batch, generator)
 
-    calls = {(label, 1): call(method, 1) for label, method in SINGLE.items()}
-    calls |= {(label, count): call(method, count) for label, method in SAMPLED.items() for count in _LADDER}
+    keys = [*((label, 1) for label in SINGLE), *((label, count) for label in SAMPLED for count in _LADDER)]
+    calls = {key: call(*key) for key in keys}
     taken: dict[tuple[str, int], list[float]] = {key: [] for key in calls}
     for number in range(rounds + 1):
         for key, run in calls.items():
@@ -137,10 +142,16 @@ def _errors(
         found["GGN", 0].append(float((ggn - truth).abs().sum()))
         found["|diag H|", 0].append(float(truth.abs().sum()))
         for label, count in rows:
-            method = SAMPLED.get(label) or SINGLE[label]
-            estimate = hesscale.estimate(method, model, F.cross_entropy, (x, y), samples=count, generator=generator)
+            estimate = _estimate(label, count, model, (x, y), generator)
             found[label, count].append(float((flat(estimate) - truth).abs().sum()))
     return {key: fmean(each) for key, each in found.items()}
+
+
+def _estimate(
+    label: str, count: int, model: nn.Module, batch: tuple[Tensor, Tensor], generator: torch.Generator
+) -> dict[str, Tensor]:
+    method, options = (SAMPLED[label], {"samples": count}) if label in SAMPLED else SINGLE[label]
+    return hesscale.estimate(method, model, F.cross_entropy, batch, generator=generator, **options)
 
 
 def exact(model: nn.Module, x: Tensor, y: Tensor, method: str) -> Tensor:

@@ -177,6 +177,8 @@ METHODS: tuple[Method, ...] = (
     _row("AdaHesScale", _second_order, hesscale.AdaHesScale),
     _row("AdaHesScale fused", _second_order, hesscale.AdaHesScale, fused=True),
     _row("AdaHesScale fused every=10", _second_order, hesscale.AdaHesScale, period=10, fused=True, every=10),
+    _row("AdaHesScale rank=1", _second_order, hesscale.AdaHesScale, rank=1),
+    _row("AdaHesScale rank=3", _second_order, hesscale.AdaHesScale, rank=3),
     _row("AdaHesScaleGN", _second_order, hesscale.AdaHesScaleGN),
     _row("AdaHesScaleGN fused", _second_order, hesscale.AdaHesScaleGN, fused=True),
     _row("AdaBL89", _second_order, hesscale.AdaBL89),

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import hesscale
+from hesscale.columns.dial import Rank
 
 Diagonals = Sequence[Tensor]
 """One tensor [examples, *shape] per parameter, in the order of ``model.parameters()``."""
@@ -69,9 +70,9 @@ def stack(model: nn.Sequential, x: Tensor, y: Tensor) -> Stack:
     return Stack(params, tuple(hidden), tuple(written), y, type(model[1]))
 
 
-def propagated(stacked: Stack, method: str) -> Diagonals:
-    """HesScale, HesScaleGN or BL89, by the library itself."""
-    found = hesscale.diagonal(stacked.loss, stacked.params, method=method, retain_graph=True)
+def propagated(stacked: Stack, method: str, *, rank: Rank = 0) -> Diagonals:
+    """HesScale with ``rank`` columns, HesScaleGN or BL89, by the library itself, which keeps the copies apart."""
+    found = hesscale.diagonal(stacked.loss, stacked.params, method=method, rank=rank, retain_graph=True)
     return [torch.zeros_like(p) if s is None else s for s, p in zip(found, stacked.params, strict=True)]
 
 

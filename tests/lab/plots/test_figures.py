@@ -17,6 +17,7 @@ from hesscale_lab.plots.learning_curves import Against
 from hesscale_lab.report.collect import Experiment, collect
 from hesscale_lab.report.paper import paper_curves
 from hesscale_lab.report.write import write
+from hesscale_lab.studies.approximation_quality import RANKS
 
 from ..made_up_runs import ADAM, make_run, make_seeds
 
@@ -114,6 +115,35 @@ def test_figures_of_committed_studies_show_everything(name: str) -> None:
     assert study.kind
     for drawn in study.kind.figures(study.config, study.records):
         assert_nothing_is_cut_off(drawn.figure)
+
+
+def time_records(errors: dict[str, float]) -> list[dict[str, Any]]:
+    common = {"kind": "time", "stage": "initial", "batch": 1, "samples": None}
+    return [{**common, "method": name, "seconds": 1e-3, "error": error} for name, error in errors.items()]
+
+
+def test_an_error_that_is_rounding_stands_at_the_foot_of_a_logarithmic_scale() -> None:
+    records = time_records({"HesScale": 1.0, "HesScale rank=1": 0.3, "HesScale rank=full": 1e-16})
+    (drawn,) = error_per_time.figures({"title": "ReLU"}, records)
+    assert_nothing_is_cut_off(drawn.figure)
+    (axes,) = drawn.figure.axes
+    assert axes.get_ylim()[0] > 0.1
+    (mark,) = (line for line in axes.lines if line.get_fillstyle() == "none")
+    assert 0 < float(mark.get_ydata()[0]) < 0.1  # of the panel's height
+
+
+def test_studies_from_before_there_were_columns_are_drawn() -> None:
+    (study,) = collect([RESULTS / "quality" / "cnn"]).studies
+    assert study.kind
+    old = [
+        {**record, "errors": {method: e for method, e in record["errors"].items() if method not in RANKS}}
+        if record["kind"] == "quality"
+        else record
+        for record in study.records
+        if record.get("method") not in RANKS
+    ]
+    assert len(old) < len(study.records)
+    assert [drawn.name for drawn in study.kind.figures(study.config, old)] == ["quality", "time"]
 
 
 def test_an_odd_number_of_cells_is_drawn() -> None:

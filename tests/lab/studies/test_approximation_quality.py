@@ -12,9 +12,11 @@ from torch import nn
 from hesscale_lab.studies import error_per_time
 from hesscale_lab.studies.approximation_quality import (
     AS_CODED,
+    RANKS,
     REFERENCE,
     ZERO,
     authors_seeds,
+    is_record,
     layers_of,
     measure,
     summarize,
@@ -41,7 +43,7 @@ def test_hesscale_is_nearest_and_the_order_is_that_of_the_paper() -> None:
     records = [record for seed in authors_seeds(3) for record in measured(PAPER, seed, examples=60)]
     lines = {line.method: line for line in summarize(records, "initial")}
     relative = {method: line.relative for method, line in lines.items()}
-    assert next(iter(lines)) == REFERENCE
+    assert list(lines)[:4] == [*reversed(RANKS), REFERENCE]  # every column takes some of the error away
     assert relative[REFERENCE] == 1
     assert 5 < relative["BL89"] < 12 < relative["GGN"] < relative["GGN-MC50"] < relative[ZERO]
     assert relative["HesScaleGN"] == pytest.approx(relative["GGN"], rel=0.05)
@@ -51,11 +53,14 @@ def test_hesscale_is_nearest_and_the_order_is_that_of_the_paper() -> None:
     assert relative["AdaHessian-MC1"] / relative["AdaHessian-MC50"] == pytest.approx(50**0.5, rel=0.15)
 
 
-def test_the_last_layer_is_exact_for_the_three_that_say_so() -> None:
+def test_the_last_layer_is_exact_for_those_that_say_so() -> None:
     lines = {line.method: line.by_layer for line in summarize(measured(PAPER, 1), "initial")}
-    for method in (REFERENCE, "HesScaleGN", "GGN"):
+    for method in (REFERENCE, "HesScale rank=1", "HesScale rank=3", "HesScaleGN", "GGN"):
         assert lines[method][-1] < 1e-12
         assert min(lines[method][:-1]) > 1e-3
+    first, *others = lines["HesScale rank=full"]  # f'' enters a diagonal, and is exact for one layer more
+    assert first > 1e-3
+    assert max(others) < 1e-12
     assert lines["BL89"][-1] > 0.1
 
 
@@ -76,10 +81,18 @@ def test_trained_networks_are_measured_before_and_after() -> None:
 def test_other_networks_go_through_the_library(name: str) -> None:
     network = NETWORKS[name]
     (record,) = measured(network, 0, examples=1)
-    (line, *_) = summarize([record], "initial")
-    assert line.method == REFERENCE
+    lines = [line.method for line in summarize([record], "initial")]
+    assert lines[:4] == [*reversed(RANKS), REFERENCE]
     assert ("KFAC-MC1" in record["errors"]) == (name == "cnn")
     assert record["layers"] == layers_of(seeded(network.make, 0))
+
+
+def test_results_from_before_there_were_columns_are_summarized_beside_new_ones() -> None:
+    new = measured(TINY, 1)[0]
+    old = {**new, "seed": 2, "errors": {k: e for k, e in new["errors"].items() if k not in RANKS}}
+    assert is_record(old)
+    for records in ([old], [old, new], [new, old]):
+        assert {line.method for line in summarize(records, "initial")} == set(old["errors"])
 
 
 def test_layers_are_what_a_reader_would_call_one() -> None:
@@ -113,5 +126,5 @@ def test_error_per_time_gives_every_method_a_row() -> None:
     for batch in error_per_time.BATCH_SIZES:
         cell = {record["method"]: record for record in records if record["batch"] == batch}
         assert set(cell) == {*error_per_time.SINGLE, *error_per_time.SAMPLED, *error_per_time.BOUNDS}
-        assert cell["HesScale"]["error"] < cell["|diag H|"]["error"]
+        assert cell["HesScale rank=full"]["error"] < cell["HesScale"]["error"] < cell["|diag H|"]["error"]
         assert all(record["seconds"] > 0 for record in cell.values() if record["seconds"] is not None)

@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import hesscale
+from hesscale.columns.dial import Rank
 from hesscale_lab.studies import stacked_mlp as stacked
+from hesscale_lab.studies.approximation_quality import RANKS
 from hesscale_lab.tasks.networks import mlp, seeded
 
 TIGHT = {"rtol": 1e-10, "atol": 1e-10}
@@ -23,9 +25,9 @@ def problem(activation: type[nn.Module] = nn.Tanh) -> tuple[nn.Sequential, Tenso
     return model, torch.randn(6, 3, generator=generator, dtype=torch.float64), torch.arange(6) % 5
 
 
-def check(found: Sequence[Tensor], method: str, model: nn.Module, x: Tensor, y: Tensor) -> None:
+def check(found: Sequence[Tensor], method: str, model: nn.Module, x: Tensor, y: Tensor, rank: Rank = 0) -> None:
     for i in range(len(x)):
-        alone = hesscale.estimate(method, model, F.cross_entropy, (x[i : i + 1], y[i : i + 1]))
+        alone = hesscale.estimate(method, model, F.cross_entropy, (x[i : i + 1], y[i : i + 1]), rank=rank)
         for ours, theirs in zip(found, alone.values(), strict=True):
             torch.testing.assert_close(ours[i], theirs, **TIGHT)
 
@@ -39,6 +41,22 @@ def test_every_method_gives_each_example_its_own_numbers(activation: type[nn.Mod
     check(stacked.squared_gradient(passed), "squared_gradient", model, x, y)
     for method in ("hesscale", "hesscale_gn", "bl89"):
         check(stacked.propagated(passed, method), method, model, x, y)
+
+
+@pytest.mark.parametrize("activation", [nn.Tanh, nn.ReLU])
+def test_columns_give_each_example_its_own_numbers(activation: type[nn.Module]) -> None:
+    model, x, y = problem(activation)
+    passed = stacked.stack(model, x, y)
+    ranked = {rank: stacked.propagated(passed, "hesscale", rank=rank) for rank in RANKS.values()}
+    for rank, found in ranked.items():
+        check(found, "hesscale", model, x, y, rank)
+    residual = [
+        s - t
+        for s, t in zip(stacked.propagated(passed, "hesscale"), stacked.propagated(passed, "hesscale_gn"), strict=True)
+    ]
+    ggn = stacked.exact(passed, gauss_newton=True)
+    for full, matrix, rest in zip(ranked["full"], ggn, residual, strict=True):
+        torch.testing.assert_close(full, matrix + rest, **TIGHT)
 
 
 def test_samples_tend_to_what_they_estimate() -> None:
