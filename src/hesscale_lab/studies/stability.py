@@ -65,7 +65,7 @@ METHODS: Mapping[str, Make] = _methods()
 
 
 def measure(name: str, network: SmallNetwork, *, batch: int, data: str, seed: int = 0) -> Iterator[dict[str, Any]]:
-    """One record per optimizer and step size. Numbers that are not finite are None."""
+    """One record per optimizer and step size. Losses have six digits, and are None where they are not finite."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = network.make()
@@ -77,7 +77,7 @@ def measure(name: str, network: SmallNetwork, *, batch: int, data: str, seed: in
                     warnings.simplefilter("ignore")  # what optimizers warn of is counted here
                     start, end, top = _trained(copy.deepcopy(model), make, lr, feed)
                 found = {"start": start, "end": end, "top": top}
-                finite = {key: value if math.isfinite(value) else None for key, value in found.items()}
+                finite = {key: float(f"{value:.6g}") if math.isfinite(value) else None for key, value in found.items()}
                 cell = {"network": name, "batch": batch, "data": data, "seed": seed}
                 yield {"kind": "stability", **cell, "optimizer": method, "lr": lr, **finite}
 
