@@ -158,16 +158,17 @@ def trace_call(
 
 
 def _relaxed(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """The same graph, in which views may become copies, wherever nothing is written to their memory.
+    """The same graph, in which views may become copies, wherever nothing is written to their memory afterwards.
 
     A backend may lay tensors out otherwise than they were while tracing (Inductor does so with ``cat``), and a view
     that was one then need not be one any more.
     """
-    calls = [node for node in module.graph.nodes if hasattr(node.target, "_schema")]
-    written = {memory for node in calls for memory in _written_by(node)}
-    for node in calls:
+    written: set[int | None] = set()
+    for node in reversed(module.graph.nodes):
         if node.target is torch.ops.aten.view.default and _memory(node) not in written:
             node.target = torch.ops.aten.reshape.default
+        if hasattr(node.target, "_schema"):
+            written.update(_written_by(node))
     module.recompile()
     return module
 
