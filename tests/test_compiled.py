@@ -478,6 +478,28 @@ def test_writes_into_views_and_operations_without_a_rule() -> None:
     assert ours[0].weight.curvature.isnan().all()  # type: ignore[union-attr, index]
 
 
+def test_views_may_become_copies_unless_they_are_written_to() -> None:
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        h = model(x)
+        seen, written = h.view(-1), torch.zeros(3, dtype=torch.float64).view(1, 3)
+        written.view(-1).add_(1)
+        return (seen.square().view(-1, 3) * written).sum()
+
+    graphs: list[Any] = []
+
+    def backend(module: Any, inputs: Any) -> Any:
+        graphs.append(module)
+        return module.forward
+
+    ours, theirs = small(), small()
+    hesscale.compile(loss_fn, ours, backend=backend)(vectors(5)[0])
+    hesscale.backward(loss_fn(theirs, vectors(5)[0]))
+    assert_same(ours, theirs)
+    views = [node for node in graphs[0].graph.nodes if node.target is torch.ops.aten.view.default]
+    assert [node.meta["val"].shape for node in views] == [(1, 3), (3,)]
+    assert any(node.target is torch.ops.aten.reshape.default for node in graphs[0].graph.nodes)
+
+
 OUTSIDE = torch.ones(3, dtype=torch.float64, requires_grad=True)
 REFUSED: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
     "if": (lambda m, x, y: m(x).sum() if x.sum() > 0 else -m(x).sum(), RuntimeError, "asks for the value"),

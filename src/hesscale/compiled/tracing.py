@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from ..backward import derivatives
-from ..graph import LEAF, edge_of, trace
+from ..graph import LEAF, edge_of, storage_id, trace
 from .backend import Guard, stand_ins, value_errors, without_mkldnn
 
 _MODEL: Final = "model"
@@ -155,7 +155,36 @@ def trace_call(
     with _left_as_it_was(model), _traceable():
         mode: Literal["symbolic", "fake"] = "symbolic" if dynamic else "fake"
         module = make_fx(run, tracing_mode=mode, _allow_non_fake_inputs=True)(*inputs)
-    return Traced(module, results[-1], inputs, guard())
+    return Traced(_relaxed(module), results[-1], inputs, guard())
+
+
+def _relaxed(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """The same graph, in which views may become copies, wherever nothing is written to their memory afterwards.
+
+    A backend may lay tensors out otherwise than they were while tracing (Inductor does so with ``cat``), and a view
+    that was one then need not be one any more.
+    """
+    written: set[int | None] = set()
+    for node in reversed(module.graph.nodes):
+        if node.target is torch.ops.aten.view.default and _memory(node) not in written:
+            node.target = torch.ops.aten.reshape.default
+        if hasattr(node.target, "_schema"):
+            written.update(_written_by(node))
+    module.recompile()
+    return module
+
+
+def _written_by(node: torch.fx.Node) -> Iterator[int | None]:
+    schema: Any = node.target._schema  # type: ignore[union-attr]
+    for argument, value in zip(schema.arguments, node.args, strict=False):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield _memory(value)
+    yield from (_memory(node.kwargs[a.name]) for a in schema.arguments if a.is_out and a.name in node.kwargs)
+
+
+def _memory(node: Any) -> int | None:
+    value = node.meta.get("val") if isinstance(node, torch.fx.Node) else None
+    return storage_id(value) if isinstance(value, Tensor) else None
 
 
 def _leaf(stand_in: Tensor, like: Tensor, leaves: list[Tensor]) -> Tensor:
