@@ -545,7 +545,7 @@ def test_bad_arguments() -> None:
         hesscale.compile(cross_entropy, small(), missing="sample")
     with pytest.raises(ValueError, match="no leaf"):
         hesscale.compile(cross_entropy, small(), backend="eager")(vectors(5)[0].requires_grad_() * 2, vectors(5)[1])
-    with pytest.raises(ValueError, match="unknown method 'hutchinson'"):
+    with pytest.raises(ValueError, match="can be compiled"):
         hesscale.AdaHessian(small().parameters()).compile(cross_entropy, small())
     with pytest.raises(ValueError, match="_orig_mod"):
         hesscale.compile(cross_entropy, torch.compile(small(), backend="eager"))  # type: ignore[arg-type]

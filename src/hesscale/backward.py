@@ -248,7 +248,7 @@ def _arm(
         raise ValueError("output must be a tensor (or several) of the loss's graph")
     seeded = curvature is not None
     targets = None if inputs is None else [edge_of(tensor) for tensor in inputs]
-    columns = checked_rank(rank) if rank else 0
+    columns = checked_rank(rank)
     if columns and method == "bl89":
         raise ValueError("rank= goes with 'hesscale' and 'hesscale_gn': for 'bl89' the softmax has no columns")
     plan, graph = make_plan(y, way, outputs=outputs, seeded=seeded, targets=targets, fallback=fallback)
