@@ -19,7 +19,7 @@ from hesscale import graph, plan
 from hesscale.fast import workspace
 
 LIBRARY = Path(graph.__file__).parent
-DOORS = {Path(graph.__file__), LIBRARY / "compiled" / "backend.py"}
+DOORS = {Path(graph.__file__), LIBRARY / "fsdp.py", LIBRARY / "compiled" / "backend.py"}
 
 PRIVATE = re.compile(
     r"\btorch\._(?!foreach_|inductor)\w+|\b_(?:cdata|forward_cls|raw_saved_|execution_engine|fsdp_\w+)\b"

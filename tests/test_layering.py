@@ -13,6 +13,7 @@ RULES = LIBRARY / "rules"
 LAYERS = (
     "errors",
     "graph",
+    "fsdp",
     "fast",
     "wiring",
     "double_backward",

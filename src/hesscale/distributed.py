@@ -15,16 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .graph import (
-    LOW_PRECISION,
-    has_gradient,
-    running_backward,
-    sharded_modules,
-    shards_of,
-    tensors_in,
-    when_backward_ends,
-    whole_of,
-)
+from .fsdp import has_gradient, sharded_modules, shards_of, whole_of
+from .graph import LOW_PRECISION, running_backward, tensors_in, when_backward_ends
 from .rules import RULES
 from .rules.families import Coupled
 

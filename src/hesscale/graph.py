@@ -1,4 +1,4 @@
-"""The only file that knows torch's insides: how nodes are wired, read, called, hooked and freed.
+"""The one door to torch's insides: how nodes are wired, read, called, hooked and freed.
 
 Names that torch does not document, and what happens without them. Needed, or the import says so with torch's version:
 
@@ -17,12 +17,9 @@ Not needed; everything else works without them (tests/test_graph.py takes them a
 - ``_functorch.is_functorch_wrapped_tensor``: refusing torch.func's transforms in one sentence
 - ``UntypedStorage._cdata``: telling whether two tensors share memory; without it data pointers do
 - ``_storage_Use_Count``: only speed; without it no scratch memory is kept
-- ``_get_fsdp_state``, its parameter groups, and what they know of a parameter (``sharded_param``,
-  ``_unsharded_param``, ``unsharded_accumulated_grad``): sharded training; ``_module_state_mapping``: finding sharded
-  modules without being told, without which ``distributed.synchronize`` has to be called
 - ``Function._forward_cls``: finding the rule of a ``torch.autograd.Function`` by its class; by its name otherwise
 - ``_get_dispatch_mode``, ``_TorchDispatchModeKey``, ``_DisableTorchDispatch``: knowing that a pass is traced
-- what only ``hesscale.compile`` needs is in compiled/backend.py
+- what only sharded training needs is in fsdp.py, what only ``hesscale.compile`` needs in compiled/backend.py
 """
 
 from __future__ import annotations
@@ -35,7 +32,7 @@ from functools import cache
 from typing import Any, Final, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -372,40 +369,6 @@ def plain_mode() -> Iterator[None]:
         for kind in filter(torch.is_autocast_enabled, _CASTING):
             stack.enter_context(torch.autocast(kind, enabled=False))
         yield
-
-
-def sharded_modules() -> list[nn.Module]:
-    """All modules that ``fully_shard`` was called on, in the order of these calls."""
-    try:
-        from torch.distributed._composable_state import _module_state_mapping
-    except ImportError:
-        return []
-    return [module for module in _module_state_mapping if shards_of(module)]
-
-
-def shards_of(module: nn.Module) -> list[Any]:
-    """What FSDP2 knows of each parameter it has sharded as this module's: ``sharded_param`` is the optimizer's."""
-    if not hasattr(module, "_get_fsdp_state"):
-        return []
-    known: Any = module
-    state = known._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-    return [shard for each in groups if each is not None for shard in each.fsdp_params]
-
-
-def whole_of(shard: Any) -> Any:
-    """The parameter of which ``shard.sharded_param`` is a part, while it is there."""
-    return getattr(shard, "_unsharded_param", None)
-
-
-def has_gradient(shard: Any) -> bool:
-    """Whether a gradient is there to add to: sharded, or still whole (``set_requires_gradient_sync(False)``)."""
-    whole = whole_of(shard)
-    return (
-        shard.sharded_param.grad is not None
-        or getattr(shard, "unsharded_accumulated_grad", None) is not None
-        or (whole is not None and whole.grad is not None)
-    )
 
 
 def tensors_in(value: Any) -> list[Tensor]:
