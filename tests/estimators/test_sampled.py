@@ -13,6 +13,7 @@ from torch.autograd.graph import GradientEdge
 from torch.nn import functional as F
 
 import hesscale
+from hesscale.columns import sampled
 from hesscale.columns.sampled import Draws, sampled_gauss_newton
 
 from . import reference
@@ -166,3 +167,21 @@ def test_a_loss_may_be_a_sum_of_likelihoods() -> None:
 
     case = Case("", mlp().double(), loss_fn, (numbers(5, 3), VALUES))
     assert relative(draw("ggn_mc", case, 20000), reference.ggn(case).diagonal()) < 0.025
+
+
+def test_one_sample_of_a_fused_attention_takes_one_pull(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels that cannot be differentiated twice are no reason to take them apart, which would mix examples."""
+    pulls = 0
+    original = sampled.pulled_squares
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        nonlocal pulls
+        pulls += 1
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(sampled, "pulled_squares", counted)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    model = nn.Sequential(layer, nn.Flatten(), nn.Linear(40, 3))
+    found = hesscale.estimate("ggn_mc", model, F.cross_entropy, (torch.randn(6, 5, 8), torch.arange(6) % 3))
+    assert pulls == 1
+    assert all(bool((s >= 0).all()) for s in found.values())

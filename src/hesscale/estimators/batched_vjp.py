@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -75,10 +76,11 @@ def unit_vectors(start: int, stop: int, like: Tensor) -> Tensor:
     return units.view(-1, *like.shape)
 
 
-def recorded(problem: Problem) -> tuple[Any, int]:
+def recorded(problem: Problem, *, as_is: bool = False) -> tuple[Any, int]:
     """The model's outputs, from a forward pass that can be differentiated twice, and how many numbers it saved.
 
-    The latter is what each of several simultaneous passes has to write again.
+    The latter is what each of several simultaneous passes has to write again. ``as_is``: with whatever kernels the
+    model uses, fused ones included, which is enough for one backward pass at a time.
     """
     saved = 0
 
@@ -87,6 +89,7 @@ def recorded(problem: Problem) -> tuple[Any, int]:
         saved += tensor.numel()
         return tensor
 
-    with twice_differentiable(problem.model), torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+    kernels = nullcontext() if as_is else twice_differentiable(problem.model)
+    with kernels, torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
         outputs = problem.outputs()
     return outputs, saved

@@ -41,7 +41,7 @@ def ggn_mc(problem: Problem) -> Sequence[Tensor | None]:
     r_n is the gradient at example n's outputs with a target drawn from the model's own prediction, so scaled that
     E[r rᵀ] is the Hessian of the loss there (for a predicted variance: the Fisher information).
     """
-    outputs, extra = recorded(problem)
+    outputs, extra = recorded(problem, as_is=problem.samples == 1)
     loss = problem.loss(outputs)
     return sampled_gauss_newton(
         loss,
