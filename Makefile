@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 READY := $(VENV)/.ready
 
 # the engine and its rules, without what takes long
-CORE := tests/rules $(filter-out %compiled.py %op_database.py %distributed.py %documents.py %torch_nn.py %transformers.py,$(wildcard tests/test_*.py))
+CORE := tests/rules $(filter-out %op_database.py %distributed.py %documents.py %torch_nn.py %transformers.py,$(wildcard tests/test_*.py))
 # what shortcuts could change
 PLAIN := tests/rules/test_rules.py $(addprefix tests/test_,$(addsuffix .py,backward walk attach golden theorems training)) tests/optim/test_template.py
 

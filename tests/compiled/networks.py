@@ -1,0 +1,66 @@
+"""Networks, batches and losses that tests of compiled passes share."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import hesscale
+from hesscale import compiled
+
+
+def cross_entropy(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x), y)
+
+
+class Tied(nn.Module):
+    """Embedding and head share a weight; batch norm, a gate written out, a learned scalar and a recurrent layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.norm = nn.Embedding(11, 6), nn.BatchNorm1d(6)
+        self.memory, self.head = nn.LSTM(6, 6, batch_first=True), nn.Linear(6, 11)
+        self.head.weight = self.embedding.weight
+        self.scale = nn.Parameter(torch.tensor(1.3))
+
+    def forward(self, tokens: Tensor) -> Any:
+        h = self.norm(self.embedding(tokens).mT).mT
+        h, _ = self.memory(h * torch.sigmoid(h))
+        return self.head(h.mean(1) * self.scale) / 2.0
+
+
+def words(count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(11, (count, 2), generator=generator), torch.randint(11, (count,), generator=generator)
+
+
+def small(dtype: torch.dtype = torch.float64) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).to(dtype)
+
+
+def vectors(count: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(count)
+    return torch.randn(count, 4, generator=generator, dtype=dtype), torch.randint(3, (count,), generator=generator)
+
+
+def assert_same(ours: nn.Module, eager: nn.Module, check: Callable[[Any, Any], bool] = torch.equal) -> None:
+    """Parameters, gradients, curvature and buffers."""
+    for (name, p), q in zip(ours.named_parameters(), eager.parameters(), strict=True):
+        assert check(p, q), name
+        for a, b in ((p.grad, q.grad), (getattr(p, "curvature", None), getattr(q, "curvature", None))):
+            assert (a is None) == (b is None), name
+            assert a is None or check(a, b), name
+    for (name, p), q in zip(ours.named_buffers(), eager.named_buffers(), strict=True):
+        assert check(p, q[1]), name
+
+
+def pair(model: nn.Module, **options: Any) -> tuple[nn.Module, nn.Module, compiled.Step]:
+    """A model, its twin, and the step of the former."""
+    twin = copy.deepcopy(model)
+    return model, twin, hesscale.compile(cross_entropy, model, **{"backend": "eager", **options})
