@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..graph import Edge, Graph, Link, call
+from ..rules.convolution import convolution_backward
 from ..wiring import Wiring
 
 Gradients = Sequence[Tensor | None]
@@ -74,19 +74,8 @@ def _inputs(node: Any, grads: Gradients, needed: Sequence[bool]) -> Gradients:
 
 
 def _convolution(node: Any, v: Tensor) -> Tensor:
-    found: Tensor = torch.ops.aten.convolution_backward(
-        v,
-        node._saved_input,
-        node._saved_weight,
-        None,
-        node._saved_stride,
-        node._saved_padding,
-        node._saved_dilation,
-        node._saved_transposed,
-        node._saved_output_padding,
-        node._saved_groups,
-        [True, False, False],
-    )[0]
+    found = convolution_backward(node, v, node._saved_input, node._saved_weight, [True, False, False])[0]
+    assert found is not None
     return found
 
 

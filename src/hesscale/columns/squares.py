@@ -14,6 +14,7 @@ from torch.autograd.graph import Node
 
 from ..graph import nested_gradients
 from ..rules.calculus import View, pull, widened
+from ..rules.convolution import convolution_backward
 from ..rules.families import signed
 from .batch_layout import Examples
 
@@ -209,20 +210,11 @@ def _kernel(node: Any, v: Tensor, split: Split, shape: torch.Size) -> Gradients:
     x, v = split(node._saved_input), split(v)
 
     def gradients(chunk: slice) -> Tensor:
-        grouped = [t[chunk].transpose(0, 1).flatten(1, 2) for t in (v, x)]  # [places, examples · channels, …]
+        apart, inputs = (t[chunk].transpose(0, 1).flatten(1, 2) for t in (v, x))  # [places, examples · channels, …]
         count = len(v[chunk])
-        found: Tensor = torch.ops.aten.convolution_backward(
-            *grouped,
-            v.new_empty(()).expand(count * shape[0], *shape[1:]),
-            None,
-            node._saved_stride,
-            node._saved_padding,
-            node._saved_dilation,
-            node._saved_transposed,
-            node._saved_output_padding,
-            node._saved_groups * count,
-            [False, True, False],
-        )[1]
+        kernels = v.new_empty(()).expand(count * shape[0], *shape[1:])
+        found = convolution_backward(node, apart, inputs, kernels, [False, True, False], copies=count)[1]
+        assert found is not None
         return found.view(count, *shape)
 
     return gradients
