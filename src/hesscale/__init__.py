@@ -1,5 +1,6 @@
 """Diagonals of the Hessian of any network's loss, in one extra backward pass."""
 
+from . import applications as applications
 from . import distributed as distributed
 from . import estimators as estimators
 from . import optim as optim

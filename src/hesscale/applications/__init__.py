@@ -1,0 +1,7 @@
+"""What a diagonal is for: pruning, continual learning, uncertainty, safe step sizes, a look at one's network.
+
+Each module takes ``(model, loss_fn, batches)`` and the options of ``diagonal_over``: ``method=``, ``rank=``, or a
+``diagonal=`` computed elsewhere.
+"""
+
+from .over_batches import diagonal_over as diagonal_over

@@ -1,0 +1,120 @@
+"""The one convention of all applications: a diagonal of ``(model, loss_fn, batches)``, or one that is brought along."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from typing import Any, TypedDict
+
+import torch
+from torch import Tensor, nn
+
+from ..columns.dial import Rank
+from ..estimators import estimate_over
+from ..estimators.problem import LossFunction, chosen_parameters
+
+Batches = Iterable[tuple[Any, Any]]
+"""Pairs of inputs and targets: a data loader, or a list of them."""
+Progress = bool | Callable[[int], None]
+"""True: a line on stderr that counts batches; or a function that is told how many are done."""
+
+
+class How(TypedDict, total=False):
+    """How a diagonal is found: options that every application hands on to ``diagonal_over``."""
+
+    method: str  # any name that hesscale.estimate knows; "hesscale" if not given
+    rank: Rank
+    samples: int
+    generator: torch.Generator | None
+    params: Sequence[str] | None  # names of the parameters that matter, all that require grad if None
+    diagonal: Mapping[str, Tensor] | None  # one computed elsewhere, by parameter name, instead of all this
+    progress: Progress
+
+
+def diagonal_over(
+    model: nn.Module,
+    loss_fn: LossFunction | None = None,
+    batches: Batches | None = None,
+    *,
+    method: str = "hesscale",
+    rank: Rank = 0,
+    samples: int = 1,
+    generator: torch.Generator | None = None,
+    params: Sequence[str] | None = None,
+    diagonal: Mapping[str, Tensor] | None = None,
+    progress: Progress = False,
+) -> dict[str, Tensor]:
+    """The diagonal of the mean loss over all batches, by parameter name; or the given one, if it fits the model.
+
+    Batches are moved to the device of the model's parameters. Nothing of the model changes, ``.grad`` and
+    ``.curvature`` included.
+    """
+    chosen = chosen_parameters(model, params)
+    if diagonal is not None:
+        return _fitting(diagonal, chosen)
+    if loss_fn is None or batches is None:
+        raise TypeError("a diagonal is found with loss_fn and batches: pass both, or diagonal=")
+    device = next(iter(chosen.values())).device
+    found = estimate_over(
+        method,
+        model,
+        loss_fn,
+        (on_device(batch, device) for batch in batches),
+        params=[*chosen],
+        samples=samples,
+        rank=rank,
+        generator=generator,
+        progress=_reporter(batches, progress),
+    )
+    return finite(found, "the diagonal")
+
+
+def finite(found: dict[str, Tensor], what: str) -> dict[str, Tensor]:
+    """The same, unless an entry is inf or nan."""
+    bad = [name for name, value in found.items() if not torch.isfinite(value).all()]
+    if bad:
+        raise ValueError(
+            f"{what} is not finite for {', '.join(bad[:3])}{' and others' if bad[3:] else ''}: look for inf or nan in "
+            "the batches and in the model's parameters"
+        )
+    return found
+
+
+def on_device(value: Any, device: torch.device) -> Any:
+    """The same with all its tensors on a device, however deep in tuples, lists and mappings."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, Mapping):
+        return {key: on_device(inner, device) for key, inner in value.items()}
+    if isinstance(value, (tuple, list)):
+        moved = (on_device(inner, device) for inner in value)
+        return type(value)(*moved) if hasattr(value, "_fields") else type(value)(moved)
+    return value
+
+
+def _fitting(given: Mapping[str, Tensor], chosen: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The entries of the chosen parameters, each of its shape and on its device."""
+    for name, p in chosen.items():
+        if name not in given:
+            raise ValueError(f"this diagonal has no entry for {name}: it belongs to another model")
+        if given[name].shape != p.shape:
+            raise ValueError(
+                f"this diagonal has shape {tuple(given[name].shape)} for {name}, whose shape is {tuple(p.shape)}: it "
+                "belongs to another model"
+            )
+    return finite({name: given[name].detach().to(p) for name, p in chosen.items()}, "the diagonal")
+
+
+def _reporter(batches: Batches, progress: Progress) -> Callable[[int], None]:
+    if callable(progress):
+        return progress
+    if not progress:
+        return lambda done: None
+    last = len(batches) if isinstance(batches, Sized) else None
+    total = "" if last is None else f"/{last}"
+
+    def report(done: int) -> None:
+        sys.stderr.write(f"\rcurvature: {done}{total} batches" + ("\n" if done == last else ""))
+        sys.stderr.flush()
+
+    return report

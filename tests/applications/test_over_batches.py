@@ -1,0 +1,77 @@
+"""Diagonals over batches, as every application gets them."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import hesscale
+from hesscale.applications import diagonal_over
+
+
+def problem() -> tuple[nn.Module, list[tuple[torch.Tensor, torch.Tensor]]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    batches = [(torch.randn(n, 3, dtype=torch.float64), torch.randint(2, (n,))) for n in (4, 7)]
+    return model, batches
+
+
+@pytest.mark.parametrize("method", ["hesscale", "hesscale_gn", "hessian", "squared_gradient"])
+def test_a_diagonal_is_that_of_the_mean_loss_of_all_examples(method: str) -> None:
+    model, batches = problem()
+    found = diagonal_over(model, F.cross_entropy, batches, method=method)
+    expected = hesscale.estimate_over(method, model, F.cross_entropy, batches)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_model_keeps_its_gradients_and_curvature() -> None:
+    model, batches = problem()
+    hesscale.backward(F.cross_entropy(model(batches[0][0]), batches[0][1]))
+    before = [(p.grad.clone(), p.curvature.clone()) for p in model.parameters()]
+    diagonal_over(model, F.cross_entropy, batches, rank=1)
+    for p, (gradient, curvature) in zip(model.parameters(), before, strict=True):
+        assert torch.equal(p.grad, gradient) and torch.equal(p.curvature, curvature)
+
+
+def test_a_diagonal_brought_along_is_used_as_it_is() -> None:
+    model, _ = problem()
+    mine = {name: torch.rand_like(p) for name, p in model.named_parameters()}
+    assert all(torch.equal(value, mine[name]) for name, value in diagonal_over(model, diagonal=mine).items())
+
+
+@pytest.mark.parametrize(
+    ("spoil", "sentence"),
+    [
+        (lambda mine: mine.pop("0.weight"), "no entry for 0.weight: it belongs to another model"),
+        (lambda mine: mine.update({"2.bias": torch.ones(3)}), r"shape \(3,\) for 2.bias, whose shape is \(2,\)"),
+        (lambda mine: mine["2.bias"].fill_(torch.nan), "not finite for 2.bias"),
+    ],
+)
+def test_a_diagonal_of_another_model_is_refused(spoil, sentence: str) -> None:
+    model, _ = problem()
+    mine = {name: torch.rand_like(p) for name, p in model.named_parameters()}
+    spoil(mine)
+    with pytest.raises(ValueError, match=sentence):
+        diagonal_over(model, diagonal=mine)
+
+
+def test_bad_batches_are_refused_in_one_sentence() -> None:
+    model, batches = problem()
+    with pytest.raises(ValueError, match="gave no examples"):
+        diagonal_over(model, F.cross_entropy, iter([]))
+    batches[1][0][0, 0] = torch.nan
+    with pytest.raises(ValueError, match="look for inf or nan in the batches"):
+        diagonal_over(model, F.cross_entropy, batches)
+    with pytest.raises(TypeError, match="pass both, or diagonal="):
+        diagonal_over(model)
+    with pytest.raises(ValueError, match="no parameter of the model requires grad"):
+        diagonal_over(nn.Tanh(), F.cross_entropy, batches)
+
+
+def test_progress_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    model, batches = problem()
+    seen: list[int] = []
+    diagonal_over(model, F.cross_entropy, batches, progress=seen.append)
+    assert seen == [1, 2]
+    diagonal_over(model, F.cross_entropy, batches, progress=True)
+    assert capsys.readouterr().err.endswith("curvature: 2/2 batches\n")
