@@ -1,4 +1,4 @@
-"""The template of all optimizers here: Adam with curvature in place of the squared gradient. It holds the one update."""
+"""The template of all optimizers here: Adam with curvature in place of the squared gradient. It has the update."""
 
 from __future__ import annotations
 
