@@ -71,7 +71,7 @@ def load_plugin(plugin: Plugin | None) -> None:
 def _executed(plugin: Plugin) -> ModuleType:
     module = sys.modules[plugin.module] = ModuleType(plugin.module)  # dataclasses and pickles look it up there
     try:
-        exec(compile(plugin.source, plugin.name, "exec"), module.__dict__)
+        exec(compile(plugin.source, plugin.name, "exec", dont_inherit=True), module.__dict__)
     except BaseException as error:
         del sys.modules[plugin.module]
         if not isinstance(error, Exception | SystemExit):

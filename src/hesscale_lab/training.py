@@ -91,7 +91,7 @@ def folder_of(settings: Settings, root: Path) -> Path:
         *([] if settings.subset is None else [f"n{settings.subset}"]),
         *([] if settings.processes == 1 else [f"p{settings.processes}"]),
         *words(settings.options),
-        *(f"{name}={value}" for name, value in sorted(settings.fields)),
+        *(f"{name}={value}".replace("/", "_") for name, value in sorted(settings.fields)),
     ]
     return root / settings.task / settings.optimizer / "-".join(parts) / f"seed{settings.seed}"
 

@@ -7,6 +7,7 @@ from .archives import read_cifar10, read_cifar100, read_mnist
 from .digits import read_digits
 from .images import ImageTask
 from .task import Task
+from .text import TextTask
 
 _CIFAR10 = (0.49139968, 0.48215841, 0.44653091), (0.24703223, 0.24348513, 0.26158784)
 _CIFAR100 = (0.50707516, 0.48654887, 0.44091784), (0.26733429, 0.25643846, 0.27615047)
@@ -81,6 +82,7 @@ TASKS: dict[str, Task] = {
         normal=_CIFAR100,
         augmented=True,
     ),
+    "text-gpt": TextTask(title="text, GPT of 5 layers and width 128", epochs=10, batch=32, validation=0.1),
 }
 """What there is, and what a plugin adds."""
 
