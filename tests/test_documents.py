@@ -18,7 +18,7 @@ def test_python_blocks_run(document: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(RULES, "_rows", dict(RULES._rows))  # rules that a document registers stay there
     namespace: dict[str, object] = {"__name__": document.stem}
     for number, block in enumerate(re.findall(r"^```python\n(.*?)^```", document.read_text(), re.S | re.M)):
-        exec(compile(block, f"{document.name}, block {number}", "exec"), namespace)
+        exec(compile(block, f"{document.name}, block {number}", "exec", dont_inherit=True), namespace)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)

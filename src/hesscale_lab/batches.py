@@ -1,4 +1,4 @@
-"""Which images a run sees, and when: the split, the batches of an epoch, the sets that are measured.
+"""Which examples a run sees, and when: the split, the batches of an epoch, the sets that are measured.
 
 All drawn from generators made anew for each purpose and epoch from the run's seed: an epoch can be repeated alone, and
 nothing depends on what was drawn before. As in the authors' code only full batches count, in measuring as well.
@@ -14,11 +14,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .tasks.archives import Labelled
-from .tasks.table import Task
+from .tasks.task import Labelled, Task
 
 _AT_ONCE = 128
-"""Images measured together. More would be slower: large activations are new memory each time."""
+"""Examples measured together. More would be slower: large activations are new memory each time."""
 
 
 def generator_for(seed: int, purpose: str, *more: int) -> torch.Generator:
@@ -29,16 +28,16 @@ def generator_for(seed: int, purpose: str, *more: int) -> torch.Generator:
 
 @dataclass(frozen=True)
 class Data:
-    """The images of a run: a task's, split by its seed."""
+    """The examples of a run: a task's, split by its seed."""
 
     task: Task
     seed: int
-    images: Tensor
+    examples: Tensor
     labels: Tensor
     test: Labelled
-    train: Tensor  # places among the images
+    train: Tensor  # places among the examples
     valid: Tensor
-    pool: Tensor  # where the training loss is measured: in the authors' code all images, held back ones included
+    pool: Tensor  # where the training loss is measured: in the authors' code all examples, held back ones included
 
     @property
     def steps(self) -> int:
@@ -51,40 +50,41 @@ class Data:
         changes = generator_for(self.seed, "augmentation", epoch)
         shuffled = self.train[torch.randperm(len(self.train), generator=order)]
         for places in shuffled[: self.steps * self.task.batch].split(self.task.batch):
-            yield self.task.prepare(self.images[places], changes), self.labels[places]
+            yield self.task.prepare(self.examples[places], changes), self.labels[places]
 
     def measured(self, epoch: int) -> dict[str, Iterator[Labelled]]:
         """The three sets that are measured after an epoch; the first is drawn, and augmented, anew each time."""
         draw = generator_for(self.seed, "measured", epoch)
         drawn = self.pool[torch.randperm(len(self.pool), generator=draw)[: self.task.measured]]
         return {
-            "train": self._pieces(self.images, self.labels, drawn, draw),
-            "valid": self._pieces(self.images, self.labels, self.valid, None),
+            "train": self._pieces(self.examples, self.labels, drawn, draw),
+            "valid": self._pieces(self.examples, self.labels, self.valid, None),
             "test": self._pieces(*self.test, torch.arange(len(self.test[1])), None),
         }
 
     def _pieces(
-        self, images: Tensor, labels: Tensor, places: Tensor, changes: torch.Generator | None
+        self, examples: Tensor, labels: Tensor, places: Tensor, changes: torch.Generator | None
     ) -> Iterator[Labelled]:
         full = len(places) // self.task.batch * self.task.batch
         for piece in places[:full].split(_AT_ONCE):
-            yield self.task.prepare(images[piece], changes), labels[piece]
+            yield self.task.prepare(examples[piece], changes), labels[piece]
 
 
 def load(task: Task, *, seed: int, subset: int | None = None, folder: Path | None = None) -> Data:
-    """A task's images, split at random into training and validation. ``subset``: how many to train with.
+    """A task's examples, split at random into training and validation. ``subset``: how many to train with.
 
     The training loss of a subset is measured on the subset only.
     """
-    (images, labels), test = task.load(folder)
-    order = torch.randperm(len(images), generator=generator_for(seed, "split"))
-    valid, train = order[: task.validation], order[task.validation :]
+    (examples, labels), test = task.load(folder)
+    order = torch.randperm(len(examples), generator=generator_for(seed, "split"))
+    held = task.held_back(len(examples))
+    valid, train = order[:held], order[held:]
     if subset is not None and subset > len(train):
-        raise ValueError(f"there are {len(train)} training images, not {subset}")
+        raise ValueError(f"there are {len(train)} training examples, not {subset}")
     train = train[:subset]
     pool = order if subset is None else train
-    found = Data(task, seed, images, labels, test, train, valid, pool)
+    found = Data(task, seed, examples, labels, test, train, valid, pool)
     smallest = min(len(train), len(valid), len(test[1]), len(pool))
     if smallest < task.batch:
-        raise ValueError(f"{smallest} images are less than one batch of {task.batch}")
+        raise ValueError(f"{smallest} examples are less than one batch of {task.batch}")
     return found

@@ -51,6 +51,7 @@ class Row:
     damps: bool = True  # λ is added to ε
     decays: bool = False  # it is given λ as its own weight_decay
     adds: bool = True  # λp is added to the gradient before the step
+    betas: bool = True  # whether it has β₁ and β₂
     options: Mapping[str, Any] = field(default_factory=dict)
     takes: tuple[str, ...] = ()  # of OPTIONS
 
@@ -78,8 +79,8 @@ _FREE: Mapping[str, Any] = {"bound": None}  # as in the paper: no entry of a ste
 _CURVED = ("every", "eps", "bound", "trust_region")
 _RANKED = (*_CURVED, "rank")
 
-OPTIMIZERS: Mapping[str, Row] = {
-    "SGD": Row(_sgd),
+OPTIMIZERS: dict[str, Row] = {
+    "SGD": Row(_sgd, betas=False),
     "Adam": Row(_adam, takes=("eps",)),
     "AdamFused": Row(_fused_adam, damps=False, decays=True, adds=False, takes=("eps",)),
     "AdaBL89": Row(hesscale.AdaBL89, options=_FREE, takes=_CURVED),
@@ -88,6 +89,7 @@ OPTIMIZERS: Mapping[str, Row] = {
     "AdaHesScaleGN": Row(hesscale.AdaHesScaleGN, options=_FREE, takes=_RANKED),
     "AdaHesScale": Row(hesscale.AdaHesScale, options=_FREE, takes=_RANKED),
 }
+"""What there is, and what a plugin adds."""
 
 EARLIER_NAMES: Mapping[str, str] = {"BL89": "AdaBL89", "GGNMC": "AdaGGNMC"}
 """What the authors' data and older runs call some of them."""
@@ -237,9 +239,9 @@ PAPERS = tuple(_MNIST)
 _TUNED_AS = {"AdamFused": "Adam"}
 
 
-def best_settings(task: str, optimizer: str) -> Choice:
-    """What the authors selected, by the area under the validation loss; on digits, what a short search of ours did."""
-    optimizer_named(optimizer)
-    if task not in _BEST:
-        raise ValueError(f"unknown task {task!r}: choose among {', '.join(_BEST)}")
-    return _BEST[task][_TUNED_AS.get(optimizer, optimizer)]
+def best_settings(task: str, optimizer: str) -> Choice | None:
+    """What the authors selected, by the area under the validation loss; on digits, what a short search of ours did.
+
+    None where nobody has searched.
+    """
+    return _BEST.get(task, {}).get(_TUNED_AS.get(optimizer, optimizer))

@@ -18,7 +18,7 @@ import hesscale
 from . import durable
 
 CONFIG, ENVIRONMENT, METRICS = "config.json", "environment.json", "metrics.jsonl"
-FORMERLY: Mapping[str, Any] = {"processes": 1, "options": {}}
+FORMERLY: Mapping[str, Any] = {"processes": 1, "options": {}, "plugin": None}
 """What a config means that was written before there was such a key."""
 
 

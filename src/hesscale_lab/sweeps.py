@@ -14,6 +14,7 @@ from typing import Any
 from .histories import State, is_finished, read_history
 from .optimizers import optimizer_named
 from .options import Options
+from .plugins import Plugin
 from .runs import Run
 from .training import Settings
 from .workers import Progress, Standing, settings_of
@@ -47,9 +48,6 @@ OPTIMIZER_LRS: Mapping[str, tuple[float, ...]] = {
 }
 """Step sizes that differ from the task's, by optimizer."""
 
-WITHOUT_BETAS = frozenset({"SGD"})
-"""Optimizers that ignore β₁ and β₂: one run per step size."""
-
 
 def grid(
     task: str,
@@ -62,16 +60,23 @@ def grid(
     subset: int | None = None,
     fields: Sequence[tuple[str, Any]] = (),
     options: Sequence[Options] = ((),),
+    plugin: Plugin | None = None,
     seed: int = SEED,
 ) -> list[Settings]:
     """All settings to try; what is not given comes from the tables above. Of ``options``, those the optimizer takes."""
-    takes = optimizer_named(optimizer).takes
+    made = optimizer_named(optimizer)
     row = TASK_GRIDS.get(task, PAPER)
     lrs = lrs or OPTIMIZER_LRS.get(optimizer, row.lrs)
     betas = product(beta1s or row.beta1s, beta2s or row.beta2s)
-    pairs = [(0.0, 0.0)] if optimizer in WITHOUT_BETAS else list(betas)
-    same: dict[str, Any] = {"seed": seed, "epochs": epochs, "subset": subset, "fields": tuple(sorted(fields))}
-    fitting = [tuple((name, value) for name, value in one if name in takes) for one in options]
+    pairs = list(betas) if made.betas else [(0.0, 0.0)]  # one run per step size
+    same: dict[str, Any] = {
+        "seed": seed,
+        "epochs": epochs,
+        "subset": subset,
+        "fields": tuple(sorted(fields)),
+        "plugin": plugin,
+    }
+    fitting = [tuple((name, value) for name, value in one if name in made.takes) for one in options]
     settings = [
         Settings(task, optimizer, float(lr), float(beta1), float(beta2), **same, options=given)
         for given, lr, (beta1, beta2) in product(fitting, lrs, pairs)

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from . import checkpoints
@@ -22,10 +21,12 @@ from .histories import is_finished
 from .locks import alone
 from .optimizers import backward, leaps_expected, make_optimizer, require_fitting, warm_up
 from .options import Options, flags, label, words
+from .plugins import Plugin, load_plugin
 from .processes import Team
 from .runs import CONFIG, DamagedRunError, Run, open_run, replace_records, require_same
 from .tasks.classifiers import seed_dropout
-from .tasks.table import Task, task_named
+from .tasks.table import task_named
+from .tasks.task import Task
 
 Watch = Callable[[Mapping[str, Any]], None]
 _BETWEEN_WATCHES = 0.25  # seconds
@@ -42,10 +43,11 @@ class Settings:
     beta2: float
     seed: int
     epochs: int
-    subset: int | None = None  # of the training images
+    subset: int | None = None  # of the training examples
     fields: tuple[tuple[str, Any], ...] = ()  # of the task, with values other than the table's
     processes: int = 1  # that share each batch
     options: Options = ()  # of the optimizer, where they are not what is usual
+    plugin: Plugin | None = None  # where task or optimizer come from
 
     @property
     def label(self) -> str:
@@ -55,8 +57,11 @@ class Settings:
     def as_config(self) -> dict[str, Any]:
         """The settings as config.json holds them, with the command that repeats the run."""
         config = {"kind": "train", "command": self._command(), **asdict(self), "fields": dict(sorted(self.fields))}
-        options = config.pop("options")
-        return {**config, "options": dict(options)} if options else config  # as before there were any
+        config["options"] = dict(self.options)
+        for name in ("options", "plugin"):  # without them a config is as it was before there were any
+            if not config[name]:
+                del config[name]
+        return config
 
     def _command(self) -> str:
         options = {
@@ -70,6 +75,7 @@ class Settings:
         }
         said = [f"--{name} {value}" for name, value in options.items() if value is not None]
         said += flags(self.options)
+        said += [f"--plugin {self.plugin.name}"] if self.plugin else []
         said += [f"--field {name}={value}" for name, value in sorted(self.fields)]
         together = f"torchrun --nproc-per-node {self.processes} -m hesscale_lab.cli"
         return " ".join(["hesscale" if self.processes == 1 else together, "train", self.task, *said])
@@ -85,7 +91,7 @@ def folder_of(settings: Settings, root: Path) -> Path:
         *([] if settings.subset is None else [f"n{settings.subset}"]),
         *([] if settings.processes == 1 else [f"p{settings.processes}"]),
         *words(settings.options),
-        *(f"{name}={value}" for name, value in sorted(settings.fields)),
+        *(f"{name}={value}".replace("/", "_") for name, value in sorted(settings.fields)),
     ]
     return root / settings.task / settings.optimizer / "-".join(parts) / f"seed{settings.seed}"
 
@@ -107,10 +113,11 @@ def train(
 ) -> Run:
     """The finished run in this folder: trained from the start, or on from where it was stopped.
 
-    ``data``: where the images are; without it they are downloaded. ``watch`` is told how far it is a few times a
+    ``data``: where the examples are; without it they are downloaded. ``watch`` is told how far it is a few times a
     second, ``each_epoch`` what was measured after an epoch. With several processes, as started by torchrun, each takes
     its part of every batch. InUseError if another training works in the folder, or ``wait`` for its end.
     """
+    load_plugin(settings.plugin)
     task = task_named(settings.task).with_fields(settings.fields)
     require_fitting(settings.optimizer, settings.options)
     team, run, config = Team.current(), Run(folder), settings.as_config()
@@ -120,8 +127,8 @@ def train(
         with suppress(OSError):  # of a run that was killed in its last moment; the folder may be read-only by now
             checkpoints.remove(folder)
         return run
-    images = load_data(task, seed=settings.seed, subset=settings.subset, folder=data)
-    training = _Training(task, settings, images, team)
+    examples = load_data(task, seed=settings.seed, subset=settings.subset, folder=data)
+    training = _Training(task, settings, examples, team)
     with ExitStack() as lock:  # not before data and settings are known to be good: it makes the folder
         team.share(lambda: lock.enter_context(alone(folder, wait=wait)))
         if not team.share(lambda: _has_ended(run, config)):  # by now, perhaps, in another process
@@ -198,6 +205,7 @@ def _record(training: _Training, run: Run, listeners: _Listeners) -> None:
 def trained_model(folder: Path) -> nn.Module:
     """The network of a finished run with its final weights, as for evaluation; FileNotFoundError if it has none."""
     config, path = Run(folder).config, folder / checkpoints.WEIGHTS
+    load_plugin(Plugin(**config["plugin"]) if "plugin" in config else None)
     model = task_named(config["task"]).with_fields(tuple(config["fields"].items())).make(torch.Generator())
     weights = checkpoints.load(path)
     if weights is None:
@@ -258,7 +266,7 @@ class _Training:
             raise checkpoints.damaged(path) from error
 
     def run_epoch(self, watch: Watch) -> None:
-        """One pass over the training images."""
+        """One pass over the training examples."""
         self.epoch += 1
         seed, rank = self.settings.seed, self.team.rank
         seed_dropout(self.model, generator_for(seed, "dropout", self.epoch, rank))
@@ -268,13 +276,13 @@ class _Training:
         before, start = self.seconds, time.perf_counter()
         for batch in self.data.epoch(self.epoch):
             x, y = (self.team.part(tensor) for tensor in batch)
-            loss, logits = self._step(x, y, probes)
+            loss, outputs = self._step(x, y, probes)
             self.seconds = before + time.perf_counter() - start
-            progress.note(loss, logits, y)
+            progress.note(loss, outputs, y)
 
     def _step(self, x: Tensor, y: Tensor, probes: torch.Generator) -> tuple[float, Tensor]:
-        logits = self.shared(x)
-        loss = F.cross_entropy(logits, y)
+        outputs = self.shared(x)
+        loss = self.task.loss(outputs, y)
         value = self.team.average(loss.detach())
         if not math.isfinite(value):
             raise NotFinite
@@ -287,7 +295,7 @@ class _Training:
                 raise NotFinite from error
             raise
         self.steps += 1
-        return value, logits.detach()
+        return value, outputs.detach()
 
     @torch.no_grad()
     def measure(self) -> dict[str, float]:
@@ -299,10 +307,10 @@ class _Training:
         for name, pieces in self.data.measured(self.epoch).items():
             loss = right = count = 0.0
             for x, y in pieces:
-                logits = self.model(x)
-                loss += float(F.cross_entropy(logits, y, reduction="sum"))
-                right += float((logits.argmax(1) == y).sum())
-                count += len(y)
+                outputs = self.model(x)
+                loss += float(self.task.loss(outputs, y, reduction="sum"))
+                right += self.task.right(outputs, y)
+                count += y.numel()
             found |= {f"{name}_loss": loss / count + penalty, f"{name}_accuracy": right / count}
         if not all(bool(p.isfinite().all()) for p in self.model.parameters()):
             found["train_loss"] = math.nan  # such as a unit at minus infinity, which a ReLU hides
@@ -318,13 +326,13 @@ class _Progress:
         self.loss = self.right = self.seen = 0.0
         self.told = -math.inf
 
-    def note(self, loss: float, logits: Tensor, y: Tensor) -> None:
+    def note(self, loss: float, outputs: Tensor, y: Tensor) -> None:
         """Takes in a step."""
         training = self.training
         done = training.steps - self.first
         self.loss += loss
-        self.right += float((logits.argmax(1) == y).sum())
-        self.seen += len(y)
+        self.right += training.task.right(outputs, y)
+        self.seen += y.numel()
         now = time.perf_counter()
         if now - self.told < _BETWEEN_WATCHES and done < training.data.steps:
             return

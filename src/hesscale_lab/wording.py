@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def counted(number: int, noun: str) -> str:
-    """'1 epoch', '2 epochs', '5,120 training images'."""
+    """'1 epoch', '2 epochs', '5,120 training examples'."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 

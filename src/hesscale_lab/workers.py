@@ -18,6 +18,7 @@ from typing import Any
 
 from .histories import State, is_finished, read_history
 from .memory import keep_freed_memory
+from .plugins import Plugin
 from .runs import CONFIG, FORMERLY, Run
 from .runs import threads as with_threads
 from .training import Settings, folder_of
@@ -165,7 +166,7 @@ def standing_of(settings: Settings, folder: Path, *, otherwise: Standing = Stand
         if is_finished(run):
             broke = history is None or history.state is State.NOT_FINITE
             otherwise = Standing.NOT_FINITE if broke else Standing.FINISHED
-    except (ValueError, LookupError):  # not a run; training says what is wrong with it
+    except (ValueError, LookupError, TypeError, AttributeError):  # not a run; training says what is wrong with it
         return Progress(settings, folder, otherwise)
     if history is None:
         return Progress(settings, folder, otherwise)
@@ -177,7 +178,8 @@ def settings_of(config: Mapping[str, Any]) -> Settings:
     config = {**FORMERLY, **config}
     known = {field.name: config[field.name] for field in fields(Settings)}
     pairs = {name: tuple(sorted(known[name].items())) for name in ("fields", "options")}
-    return Settings(**{**known, **pairs})
+    plugin = known["plugin"] and Plugin(**known["plugin"])
+    return Settings(**{**known, **pairs, "plugin": plugin})
 
 
 @contextmanager

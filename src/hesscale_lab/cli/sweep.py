@@ -18,16 +18,17 @@ from rich.table import Table
 from ..histories import read_history
 from ..optimizers import PAPERS, optimizer_named
 from ..options import Options, combinations
+from ..plugins import read_plugin
 from ..report.estimate import estimate, percent, plain
 from ..runs import Run
 from ..sweeps import Sweep, grid
 from ..sweeps import sweep as search
-from ..tasks.table import parse_fields, task_named
+from ..tasks.table import task_named
 from ..training import Settings, folder_of
 from ..wording import power
 from ..workers import Progress, Standing, Watch, WorkersError, cluster, run_all, standing_of
 from .console import clear_errors, not_below, show, stop
-from .optimizer_options import Bound, Eps, Every, Rank, TrustRegion
+from .shared_options import Bound, Eps, Every, PluginFile, Rank, TrustRegion
 
 
 def sweep(
@@ -39,7 +40,7 @@ def sweep(
     beta1s: Annotated[str | None, typer.Option(help="β₁ to try [default: the paper's, 0,0.9].")] = None,
     beta2s: Annotated[str | None, typer.Option(help="β₂ to try [default: the paper's, 0.99,0.999,0.9999].")] = None,
     epochs: Annotated[int | None, typer.Option(callback=not_below(1), help="[default: the task's.]")] = None,
-    subset: Annotated[int | None, typer.Option(callback=not_below(1), help="Train on so many images only.")] = None,
+    subset: Annotated[int | None, typer.Option(callback=not_below(1), help="Train on so many examples only.")] = None,
     field: Annotated[
         list[str] | None, typer.Option(help="Another value for a field of the task, such as activation=relu.")
     ] = None,
@@ -54,6 +55,7 @@ def sweep(
     ] = None,
     threads: Annotated[int, typer.Option(callback=not_below(1), help="Threads of torch, and cores, of a run.")] = 1,
     address: Annotated[str | None, typer.Option(help="A Ray cluster, such as HOST:6379 or auto.")] = None,
+    plugin: PluginFile = None,
     data: Annotated[Path | None, typer.Option(help="Folder with the data; without it, it is downloaded.")] = None,
     out: Annotated[Path, typer.Option(help="Folder below which the runs go.")] = Path("runs/train"),
 ) -> None:
@@ -73,7 +75,8 @@ def sweep(
     """
     texts = {"every": every, "eps": eps, "bound": bound, "trust_region": trust_region, "rank": rank}
     try:
-        fields = parse_fields(field or ())
+        own = read_plugin(plugin) if plugin else None
+        fields = task_named(task).parse_fields(field or ())
         row = task_named(task).with_fields(fields)
         names = _names(optimizers)
         options = combinations(texts)
@@ -81,7 +84,7 @@ def sweep(
         steps, firsts, seconds = _numbers("lrs", lrs), _numbers("beta1s", beta1s), _numbers("beta2s", beta2s)
     except ValueError as error:
         stop(str(error), code=2)
-    same = {"epochs": epochs or row.epochs, "subset": subset, "fields": fields, "options": options}
+    same = {"epochs": epochs or row.epochs, "subset": subset, "fields": fields, "options": options, "plugin": own}
     tried = {"lrs": steps, "beta1s": firsts, "beta2s": seconds}
     settings = [one for name in names for one in grid(task, name, **same, **tried)]  # type: ignore[arg-type]
     with clear_errors(out):
@@ -132,7 +135,9 @@ def _sweep(
         session: AbstractContextManager[object] = nullcontext()  # perhaps there is nothing to start Ray for
     else:
         session = cluster(**cores)
-        task_named(settings[0].task).load(data)  # missing data is told, and downloaded, before a worker needs it
+        task_named(settings[0].task).with_fields(settings[0].fields).load(
+            data
+        )  # missing data is told, and downloaded, before a worker needs it
     try:
         with _live_table() as watch, session:
             return search(settings, seeds=seeds, run=partial(run, watch=watch))

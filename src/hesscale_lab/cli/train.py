@@ -17,29 +17,29 @@ from rich.progress import Progress, TaskID
 from rich.table import Table
 
 from ..memory import keep_freed_memory
-from ..optimizers import OPTIMIZERS, best_settings, require_fitting
-from ..options import Options
+from ..optimizers import OPTIMIZERS, best_settings, optimizer_named, require_fitting
+from ..plugins import read_plugin
 from ..processes import Team
 from ..runs import DamagedRunError, OtherRunError, Run
 from ..tasks.archives import DataError
-from ..tasks.table import TASKS, parse_fields, task_named
+from ..tasks.table import TASKS, task_named
 from ..training import Settings, Watch, folder_of
 from ..training import train as train_one
 from ..wording import power
 from .console import clear_errors, not_below, progress_bar, show, stop
-from .optimizer_options import Bound, Eps, Every, Rank, TrustRegion, one_combination
+from .shared_options import Bound, Eps, Every, PluginFile, Rank, TrustRegion, one_combination
 
 
 def train(
     task: Annotated[str, typer.Argument(help=f"One of {', '.join(TASKS)}.")] = "digits",
     optimizer: Annotated[str, typer.Option(help=f"One of {', '.join(OPTIMIZERS)}.")] = "AdaHesScale",
-    lr: Annotated[float | None, typer.Option(help="Step size [default: as the authors selected].")] = None,
+    lr: Annotated[float | None, typer.Option(help="Step size [default: as the authors selected, if they did].")] = None,
     beta1: Annotated[float | None, typer.Option(help="Of the average of gradients [default: likewise].")] = None,
     beta2: Annotated[float | None, typer.Option(help="Of the average of curvature [default: likewise].")] = None,
     seeds: Annotated[int | None, typer.Option(callback=not_below(1), help="Repeat with seeds 0, 1, 2 …")] = None,
     seed: Annotated[int | None, typer.Option(callback=not_below(0), help="Only this seed [default: 0].")] = None,
     epochs: Annotated[int | None, typer.Option(callback=not_below(0), help="[default: as in the paper]")] = None,
-    subset: Annotated[int | None, typer.Option(callback=not_below(1), help="Training images [default: all].")] = None,
+    subset: Annotated[int | None, typer.Option(callback=not_below(1), help="Training examples [default: all].")] = None,
     field: Annotated[
         list[str] | None,
         typer.Option(
@@ -51,6 +51,7 @@ def train(
     bound: Bound = None,
     trust_region: TrustRegion = None,
     rank: Rank = None,
+    plugin: PluginFile = None,
     data: Annotated[Path | None, typer.Option(help="Folder with the data as torchvision lays it out.")] = None,
     out: Annotated[Path, typer.Option(help="Folder below which the runs go.")] = Path("runs/train"),
     threads: Annotated[int, typer.Option(callback=not_below(1), help="Threads of torch.")] = 1,
@@ -58,7 +59,8 @@ def train(
 ) -> None:
     """Train a network on one of the paper's tasks, with the settings the authors selected unless others are given.
 
-    A run that was stopped or killed goes on where it was. Data that is not there is downloaded. Under torchrun the
+    Task and optimizer may be your own: --plugin names the Python file. A run that was stopped or killed goes on where
+    it was. Data that is not there is downloaded. Under torchrun the
     processes share each batch.
 
     \b
@@ -67,6 +69,7 @@ def train(
       hesscale train mnist-mlp --optimizer Adam --epochs 20 --data DIR
       hesscale train mnist-mlp --every 10 --bound 1 --lr 1e-3
       hesscale train cifar10-3c3d --optimizer SGD --field activation=relu --subset 5000
+      hesscale train spirals --plugin my_task.py --optimizer AdaHesScale --lr 1e-2
       torchrun --nproc-per-node 2 -m hesscale_lab.cli train cifar100-allcnnc
     """
     if seed is not None and seeds is not None:
@@ -76,7 +79,10 @@ def train(
     texts = {"every": every, "eps": eps, "bound": bound, "trust_region": trust_region, "rank": rank}
     try:
         options = one_combination(texts)
-        first = _settings(task, optimizer, numbers, field or (), options, epochs=epochs, subset=subset)
+        own = read_plugin(plugin) if plugin else None
+        first = _settings(task, optimizer, numbers, field or (), epochs=epochs)
+        first = replace(first, subset=subset, options=options, plugin=own)
+        require_fitting(optimizer, options)
     except ValueError as error:
         stop(str(error), code=2)
     torch.set_num_threads(threads)
@@ -93,19 +99,26 @@ def _settings(
     optimizer: str,
     numbers: Mapping[str, float | None],
     fields: Sequence[str],
-    options: Options,
     *,
     epochs: int | None,
-    subset: int | None,
 ) -> Settings:
     """What was asked for, with the authors' choice where nothing was; ValueError if it makes no sense."""
-    changed = parse_fields(fields)
-    row, best = task_named(task).with_fields(changed), best_settings(task, optimizer)
-    chosen: dict[str, Any] = {name: getattr(best, name) if value is None else value for name, value in numbers.items()}
+    row = task_named(task)
+    changed = row.parse_fields(fields)
+    length = row.with_fields(changed).epochs if epochs is None else epochs
+    usual = _usual(task, optimizer)
+    chosen: dict[str, Any] = {name: usual[name] if value is None else value for name, value in numbers.items()}
+    if chosen["lr"] is None:
+        raise ValueError(f"nobody has tuned {optimizer} on {task}: give --lr (and --beta1, --beta2 unless 0.9, 0.999)")
     _refuse_bad_numbers(chosen)
-    require_fitting(optimizer, options)
-    length = row.epochs if epochs is None else epochs
-    return Settings(task, optimizer, **chosen, seed=0, epochs=length, subset=subset, fields=changed, options=options)
+    return Settings(task, optimizer, **chosen, seed=0, epochs=length, fields=changed)
+
+
+def _usual(task: str, optimizer: str) -> dict[str, float | None]:
+    """Where nobody has searched there is no lr, and Adam's usual betas for an optimizer that has any."""
+    has_betas, best = optimizer_named(optimizer).betas, best_settings(task, optimizer)
+    betas = {"beta1": 0.9, "beta2": 0.999} if has_betas else {"beta1": 0.0, "beta2": 0.0}
+    return {"lr": None, **betas} if best is None else dict(best._asdict())
 
 
 def _refuse_bad_numbers(chosen: Mapping[str, float]) -> None:

@@ -80,7 +80,7 @@ class Experiment:
         """The task and how it was run."""
         parts = [self.task, counted(self.epochs, "epoch")]
         if self.subset:
-            parts.append(counted(self.subset, "training image"))
+            parts.append(counted(self.subset, "training example"))
         if self.fields:
             parts.append(self.fields)
         return ", ".join(parts)

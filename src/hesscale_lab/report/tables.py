@@ -46,7 +46,7 @@ def final_table(experiment: Experiment, paper: Mapping[str, PaperCurve]) -> Tabl
     if unfinished := sum(series.unfinished for series in experiment.series):
         note += f" Runs still unfinished: {unfinished}."
     if beside:
-        images = ", on all training images" if experiment.subset else ""
+        images = ", on all training examples" if experiment.subset else ""
         note += f" Paper: the authors' runs at the same epoch, at the setting they chose{images}."
     return Table("Final results", headings, tuple(rows), note)
 

@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-Labelled = tuple[Tensor, Tensor]
-"""Images as bytes, [N, channels, height, width], and labels, [N]."""
+from .task import Labelled
 
 
 class DataError(ValueError):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from .archives import Labelled
+from .task import Labelled
 
 TEST = 297
 """Images kept for testing, always the same."""

@@ -98,7 +98,7 @@ def test_a_run_that_is_stopped_says_so(tmp_path: Path) -> None:
         (("digits", "--optimizer", "Adam", "--rank", 1), "Adam takes no rank: its options are eps"),
         (("digits", "--optimizer", "AdaHessian", "--rank", "full"), "AdaHessian takes no rank: its options are every"),
         (("digits", "--optimizer", "SGD", "--eps", 1), "SGD takes no eps: its options are none of these"),
-        (("digits", "--subset", 5000), "there are 1200 training images, not 5000"),
+        (("digits", "--subset", 5000), "there are 1200 training examples, not 5000"),
     ],
 )
 def test_wrong_input_is_one_line_and_code_2(arguments: tuple[object, ...], complaint: str, tmp_path: Path) -> None:

@@ -161,7 +161,7 @@ def test_runs_of_other_lengths_or_data_are_other_experiments(tmp_path: Path) -> 
     assert [e.title for e in experiments] == [
         "digits, 2 epochs",
         "digits, 3 epochs",
-        "digits, 3 epochs, 500 training images",
+        "digits, 3 epochs, 500 training examples",
         "digits, 3 epochs, width 0.5",
     ]
     assert len({e.name for e in experiments}) == 4
@@ -289,7 +289,7 @@ def test_older_runs_have_the_librarys_names(tmp_path: Path) -> None:
 
 def test_one_is_singular(tmp_path: Path) -> None:
     make_run(tmp_path, replace(ADAM, epochs=1, subset=1), [2, 1])
-    assert only(tmp_path).title == "digits, 1 epoch, 1 training image"
+    assert only(tmp_path).title == "digits, 1 epoch, 1 training example"
     assert counted(1200, "seed") == "1,200 seeds"
 
 

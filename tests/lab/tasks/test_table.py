@@ -15,7 +15,7 @@ from hesscale_lab.batches import generator_for, load
 from hesscale_lab.tasks import augmentation
 from hesscale_lab.tasks.augmentation import augment, crop_and_flip, jitter
 from hesscale_lab.tasks.classifiers import Dropout
-from hesscale_lab.tasks.table import TASKS, parse_field, task_named
+from hesscale_lab.tasks.table import TASKS, task_named
 
 from ..small_archives import write_cifar
 
@@ -138,7 +138,7 @@ def test_training_and_validation_are_apart_and_drawn_by_the_seed(tmp_path: Path)
         "test": 16,
     }
     assert load(task, seed=0, subset=9, folder=tmp_path).steps == 1
-    for subset, complaint in ((5, "5 images are less than one batch of 8"), (71, "there are 70 training images")):
+    for subset, complaint in ((5, "5 examples are less than one batch of 8"), (71, "there are 70 training examples")):
         with pytest.raises(ValueError, match=complaint):
             load(task, seed=0, subset=subset, folder=tmp_path)
 
@@ -157,7 +157,7 @@ def test_training_and_validation_are_apart_and_drawn_by_the_seed(tmp_path: Path)
 )
 def test_a_wrong_field_is_one_sentence(text: str, complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
-        parse_field(text)
+        TASKS["digits"].parse_fields([text])
 
 
 def test_an_unknown_task_is_one_sentence() -> None:

@@ -1,8 +1,9 @@
-"""The options of optimizers, as ``train`` and ``sweep`` declare them."""
+"""What ``train`` and ``sweep`` take alike: the options of optimizers, and a plugin."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -14,6 +15,11 @@ Eps = Annotated[str | None, typer.Option(help="Added below the fraction of a ste
 Bound = Annotated[str | None, typer.Option(help="No entry moves by more than lr times it [default: none].")]
 TrustRegion = Annotated[str | None, typer.Option(help="Bounds the quadratic model's change [default: none].")]
 Rank = Annotated[str | None, typer.Option(help="Columns carried beside the diagonal, or full [default: 0].")]
+
+
+PluginFile = Annotated[
+    Path | None, typer.Option(help="A Python file with tasks or optimizers of your own, as TASKS and OPTIMIZERS.")
+]
 
 
 def one_combination(texts: Mapping[str, str | None]) -> Options:

@@ -1,0 +1,94 @@
+"""Tasks and optimizers of a user's own, from a Python file.
+
+Its source is part of a run's settings and travels with them: workers need no file, a run that is taken up again is the
+same run, and what it was made of stays on record.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from .optimizers import OPTIMIZERS, Row
+from .tasks.table import TASKS
+from .tasks.task import Task
+
+_KINDS: tuple[tuple[str, type, MutableMapping[str, Any]], ...] = (
+    ("TASKS", Task, TASKS),
+    ("OPTIMIZERS", Row, OPTIMIZERS),
+)
+"""What a plugin may define: a table of this name, its rows' class, and the table they are added to."""
+
+_ADDED: set[tuple[str, str]] = set()
+"""Tables and names that plugins have added in this process; a later plugin may put other rows there."""
+
+
+class PluginError(ValueError):
+    """A plugin cannot be read, or is none."""
+
+
+@dataclass(frozen=True)
+class Plugin:
+    """A Python file by value."""
+
+    name: str
+    source: str
+
+    @property
+    def module(self) -> str:
+        """The name under which its module is imported: another source is another module."""
+        return f"hesscale_plugin_{sha256(self.source.encode()).hexdigest()[:16]}"
+
+
+def read_plugin(path: Path) -> Plugin:
+    """The file, loaded once to see that it can be; PluginError in one sentence if not."""
+    try:
+        plugin = Plugin(path.name, path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise PluginError(f"cannot read the plugin {path}: {getattr(error, 'strerror', None) or error}") from None
+    load_plugin(plugin)
+    return plugin
+
+
+def load_plugin(plugin: Plugin | None) -> None:
+    """Adds what the plugin defines to the tables; PluginError if that does not go."""
+    if plugin is None:
+        return
+    module = sys.modules.get(plugin.module) or _executed(plugin)
+    found = {table: _rows(plugin, table, getattr(module, table, {})) for table, _, _ in _KINDS}
+    if not any(found.values()):
+        raise PluginError(f"the plugin {plugin.name} defines neither TASKS nor OPTIMIZERS")
+    for table, _, rows in _KINDS:
+        rows.update(found[table])
+        _ADDED.update((table, name) for name in found[table])
+
+
+def _executed(plugin: Plugin) -> ModuleType:
+    module = sys.modules[plugin.module] = ModuleType(plugin.module)  # dataclasses and pickles look it up there
+    try:
+        exec(compile(plugin.source, plugin.name, "exec", dont_inherit=True), module.__dict__)
+    except BaseException as error:
+        del sys.modules[plugin.module]
+        if not isinstance(error, Exception | SystemExit):
+            raise
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise PluginError(f"the plugin {plugin.name} cannot be loaded ({reason})") from error
+    return module
+
+
+def _rows(plugin: Plugin, table: str, found: Any) -> dict[str, Any]:
+    """What it defines for this table, if names and rows are fit for it."""
+    kind, there = next((kind, rows) for name, kind, rows in _KINDS if name == table)
+    if not isinstance(found, Mapping) or not all(isinstance(row, kind) for row in found.values()):
+        raise PluginError(f"{table} of the plugin {plugin.name} must be a dict of names and {kind.__name__}s")
+    for name in found:
+        if not isinstance(name, str) or not name.replace("-", "").replace("_", "").isalnum():
+            raise PluginError(f"{name!r} in the plugin {plugin.name} is no name: take letters, digits, - and _")
+        if name in there and (table, name) not in _ADDED:
+            raise PluginError(f"{name!r} in the plugin {plugin.name} is there already: choose another name")
+    return dict(found)

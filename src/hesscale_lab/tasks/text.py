@@ -1,0 +1,101 @@
+"""Language modelling on a text, character by character. A character is a byte of UTF-8: nats are per byte.
+
+So any text can be read, a model's alphabet does not depend on the text, and in plain English a byte is a character.
+"""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+from .archives import DataError
+from .gpt import gpt
+from .task import WHOLE, WORDS, Field, Labelled, Task
+
+BUNDLED = "hesscale_lab:data/moby_dick_1_to_3.txt"
+"""Herman Melville, Moby-Dick (1851), chapters 1 to 3: in the public domain."""
+
+SYMBOLS = 256
+_TEST = 10  # the last tenth is for testing
+
+
+@dataclass(frozen=True)
+class TextTask(Task):
+    """Windows of a text that follow one another; the label of each character is the one after it."""
+
+    text: str = BUNDLED
+    context: int = 64
+    width: int = 128
+    layers: int = 5
+    heads: int = 4
+
+    FIELDS: ClassVar[Mapping[str, Field]] = {
+        "text": WORDS,
+        **dict.fromkeys(("context", "width", "layers", "heads"), WHOLE),
+        **Task.FIELDS,
+    }
+
+    def load(self, folder: Path | None) -> tuple[Labelled, Labelled]:
+        """The windows before and within the last tenth of the text; of the first, some are drawn for validation."""
+        content = read_text(self.text, folder)
+        end = len(content) - len(content) // _TEST
+        return self._windows(content[:end]), self._windows(content[end:])
+
+    def make(self, generator: torch.Generator) -> nn.Module:
+        """The network, freshly initialized."""
+        sizes = {"context": self.context, "width": self.width, "layers": self.layers, "heads": self.heads}
+        return gpt(symbols=SYMBOLS, **sizes, generator=generator)
+
+    def prepare(self, examples: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """Bytes as whole numbers."""
+        return examples.long()
+
+    def with_fields(self, fields: Sequence[tuple[str, Any]]) -> Self:
+        """As every task; ValueError if the heads cannot share the width."""
+        found = super().with_fields(fields)
+        if found.width % found.heads:
+            raise ValueError(f"{found.heads} heads cannot share a width of {found.width} equally")
+        return found
+
+    def _windows(self, content: bytes) -> Labelled:
+        """Bytes [N, context], and those one place on; what does not fill the last window is left out."""
+        count = (len(content) - 1) // self.context
+        if count < 1:
+            raise DataError(f"{self.text} is too short for windows of {self.context} characters")
+        symbols = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        windows = (symbols[place : place + count * self.context].view(count, self.context) for place in (0, 1))
+        examples, labels = windows
+        return examples, labels.long()
+
+
+def read_text(name: str, folder: Path | None = None) -> bytes:
+    """The bytes of a file, which may be compressed (.gz); DataError in one sentence if there is none.
+
+    A path below the folder if there is such a file, else as it is; or PACKAGE:PATH, a file of an installed package.
+    """
+    try:
+        content = _find(name, folder)
+        return gzip.decompress(content) if name.endswith(".gz") else content
+    except ModuleNotFoundError as error:
+        raise DataError(f"there is no package {error.name} to read {name} from") from None
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise DataError(f"{name} is damaged ({error}): get it again") from error
+    except OSError as error:
+        raise DataError(f"cannot read the text {name}: {error.strerror or error}") from None
+
+
+def _find(name: str, folder: Path | None) -> bytes:
+    below = folder / name if folder else Path(name)
+    path = below if below.is_file() else Path(name)
+    package, colon, within = name.partition(":")
+    if colon and not path.exists() and package.replace(".", "").isidentifier() and len(package) > 1:
+        return files(package).joinpath(within).read_bytes()
+    return path.read_bytes()

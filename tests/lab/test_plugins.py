@@ -1,0 +1,146 @@
+"""Tasks and optimizers from a user's file: the documents' example runs, also in workers; a bad file is one sentence."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+from hesscale_lab.cli.sweep import sweep
+from hesscale_lab.cli.train import train
+from hesscale_lab.optimizers import OPTIMIZERS
+from hesscale_lab.plugins import PluginError, read_plugin
+from hesscale_lab.runs import Run
+from hesscale_lab.tasks.table import TASKS
+from hesscale_lab.training import trained_model
+from hesscale_lab.workers import run_all, settings_of
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "experiments.md"
+
+
+@pytest.fixture(autouse=True)
+def tables_as_they_were() -> object:
+    before = dict(TASKS), dict(OPTIMIZERS)
+    yield
+    for table, rows in zip((TASKS, OPTIMIZERS), before, strict=True):
+        table.clear()
+        table.update(rows)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def plugin(tmp_path: Path) -> Path:
+    """The example of the documents."""
+    (example,) = re.findall(r"^```python\n(# my_task.py\n.*?)^```", DOCUMENT.read_text(), re.S | re.M)
+    path = tmp_path / "my_task.py"
+    path.write_text(example)
+    return path
+
+
+def command(function: object, *arguments: object) -> tuple[int, str, str]:
+    app = typer.Typer()
+    app.command()(function)  # type: ignore[type-var]
+    result = CliRunner().invoke(app, [*map(str, arguments)], env={"COLUMNS": "120"})
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_the_example_trains_and_comes_back(plugin: Path, tmp_path: Path) -> None:
+    options = ("--optimizer", "MeanAbs", "--lr", 0.02, "--every", 5, "--epochs", 3, "--field", "hidden=8")
+    arguments = ("spirals", "--plugin", plugin, *options, "--out", tmp_path / "runs")
+    code, printed, said = command(train, *arguments)
+    assert code == 0, said
+    assert "spirals, MeanAbs every=5: lr 2e-2, β₁ 0.9, β₂ 0.999" in printed
+    (path,) = (tmp_path / "runs").rglob("config.json")
+    run = Run(path.parent)
+    assert run.config["plugin"] == {"name": "my_task.py", "source": plugin.read_text()}
+    assert "--plugin my_task.py" in run.config["command"]
+    losses = [record["valid_loss"] for record in run.records[:-1]]
+    assert losses[-1] < losses[0]
+    assert command(train, *arguments)[2] == ""  # finished
+    TASKS.pop("spirals")
+    plugin.unlink()
+    assert trained_model(run.folder)(torch.zeros(1, 2)).shape == (1, 2)
+    assert settings_of(run.config).as_config() == json.loads(json.dumps(run.config))
+
+
+def test_a_changed_plugin_is_another_run(plugin: Path, tmp_path: Path) -> None:
+    arguments = ("spirals", "--plugin", plugin, "--lr", 0.01, "--epochs", 0, "--out", tmp_path / "runs")
+    assert command(train, *arguments)[0] == 0
+    plugin.write_text(plugin.read_text().replace("std=0.5", "std=0.1"))
+    code, _, said = command(train, *arguments)
+    assert code == 2 and "holds a run with other plugin: choose another --out" in said
+
+
+def test_workers_know_the_plugin_by_value(plugin: Path, tmp_path: Path) -> None:
+    """A worker of Ray is another process, here without the file."""
+    grid = ("--lrs", "1e-2", "--beta1s", "0.9", "--beta2s", "0.999", "--epochs", 1, "--seeds", 1, "--workers", 1)
+    arguments = ("spirals", "--plugin", plugin, "--optimizers", "NAdam,AdaHesScale", *grid)
+    code, printed, said = command(sweep, *arguments, "--out", tmp_path / "runs")
+    assert code == 0, said
+    assert "NAdam" in printed
+    (path,) = (tmp_path / "runs" / "spirals" / "NAdam").rglob("config.json")
+    settings = settings_of(Run(path.parent).config)
+    plugin.unlink()
+    (here,) = run_all([settings], tmp_path / "again", workers=1)
+    assert here.has_ended
+    losses = [[r.get("test_loss") for r in Run(folder).records] for folder in (path.parent, here.folder)]
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize(
+    "source, complaint",
+    [
+        (None, "cannot read the plugin"),
+        ("x = ", "cannot be loaded (SyntaxError: invalid syntax (my.py, line 1))"),
+        ("raise KeyError('two\\nlines')", "cannot be loaded (KeyError: 'two\\nlines')"),
+        ("import sys; sys.exit(3)", "cannot be loaded (SystemExit: 3)"),
+        ("import nowhere_to_be_found", "cannot be loaded (ModuleNotFoundError: No module"),
+        ("x = 1", "defines neither TASKS nor OPTIMIZERS"),
+        ("TASKS = {'mine': 3}", "TASKS of the plugin my.py must be a dict of names and Tasks"),
+        ("OPTIMIZERS = ['mine']", "OPTIMIZERS of the plugin my.py must be a dict of names and Rows"),
+        (
+            "from hesscale_lab.optimizers import Row\nOPTIMIZERS = {'Adam': Row(None)}",
+            "'Adam' in the plugin my.py is there already: choose another name",
+        ),
+        (
+            "from hesscale_lab.optimizers import Row\nOPTIMIZERS = {'../x': Row(None)}",
+            "'../x' in the plugin my.py is no name: take letters, digits, - and _",
+        ),
+    ],
+)
+def test_a_bad_plugin_is_one_sentence(source: str | None, complaint: str, tmp_path: Path) -> None:
+    path = tmp_path / "my.py"
+    if source is not None:
+        path.write_text(source)
+    before = list(TASKS), list(OPTIMIZERS)
+    for function in (train, sweep):
+        code, printed, said = command(function, "digits", "--plugin", path, "--out", tmp_path / "runs")
+        assert (code, printed) == (2, "")
+        assert complaint in said and said.startswith("hesscale: ") and said.count("\n") == 1
+    assert (list(TASKS), list(OPTIMIZERS)) == before
+    assert not (tmp_path / "runs").exists()
+
+
+def test_nothing_of_a_plugin_is_taken_if_a_part_of_it_is_bad(tmp_path: Path) -> None:
+    path = tmp_path / "half.py"
+    task = "from hesscale_lab.tasks.task import Task\nTASKS = {'mine': Task('mine', 1)}\n"
+    path.write_text(f"{task}OPTIMIZERS = {{'mine': 1}}")
+    with pytest.raises(PluginError, match="must be a dict of names and Rows"):
+        read_plugin(path)
+    assert "mine" not in TASKS
+
+
+@pytest.mark.parametrize("name, words", [("SGD", "lr 1e-1"), ("AdaHesScale", "lr 1e-1, β₁ 0.9, β₂ 0.999")])
+def test_what_nobody_tuned_needs_a_step_size(name: str, words: str, plugin: Path, tmp_path: Path) -> None:
+    arguments = ("spirals", "--plugin", plugin, "--optimizer", name, "--epochs", 0, "--out", tmp_path / "runs")
+    code, _, said = command(train, *arguments)
+    assert code == 2
+    assert said.startswith(f"hesscale: nobody has tuned {name} on spirals: give --lr") and said.count("\n") == 1
+    code, printed, _ = command(train, *arguments, "--lr", 0.1)
+    assert code == 0 and words in printed
