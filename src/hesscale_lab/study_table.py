@@ -7,10 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from .plots.continual import figures as continual_figures
+from .plots.pruning import figures as pruning_figures
+from .report.continual_tables import as_csv as continual_csv
+from .report.continual_tables import continual_tables
 from .report.kind import Kind, no_figures
+from .report.pruning_tables import as_csv as pruning_csv
+from .report.pruning_tables import pruning_tables
 from .report.stability_tables import as_csv as stability_csv
 from .report.stability_tables import stability_tables
-from .studies import stability
+from .studies import continual, pruning, stability
 from .studies.reading import Record
 
 Cell = tuple[Any, ...]
@@ -53,6 +59,36 @@ STUDIES: Mapping[str, Study] = {
             {"stability": stability.is_record},
             no_figures,
             stability_tables,
+        ),
+    ),
+    "pruning": Study(
+        "which saliency prunes MLPs on MNIST and a CNN on CIFAR-10 best (25 minutes)",
+        pruning.settings,
+        pruning.cells,
+        ("network", "seed"),
+        pruning.measure_cell,
+        pruning_csv,
+        Kind(
+            "study pruning",
+            (("subjects", list), ("saliencies", list), ("sparsities", list)),
+            {"pruning": pruning.is_record},
+            pruning_figures,
+            pruning_tables,
+        ),
+    ),
+    "continual": Study(
+        "what forgets least over five tasks of permuted and split MNIST (25 minutes)",
+        continual.settings,
+        continual.cells,
+        ("benchmark", "method"),
+        continual.measure_cell,
+        continual_csv,
+        Kind(
+            "study continual",
+            (("benchmarks", list), ("methods", list), ("strengths", list)),
+            {"continual": continual.is_record},
+            continual_figures,
+            continual_tables,
         ),
     ),
 }
