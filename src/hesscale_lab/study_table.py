@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from .plots import step_sizes
 from .report.kind import Kind, no_figures
+from .report.reinforcement_tables import reinforcement_csv, reinforcement_tables
 from .report.stability_tables import as_csv as stability_csv
 from .report.stability_tables import stability_tables
-from .studies import stability
+from .studies import reinforcement, stability
 from .studies.reading import Record
 
 Cell = tuple[Any, ...]
@@ -53,6 +55,21 @@ STUDIES: Mapping[str, Study] = {
             {"stability": stability.is_record},
             no_figures,
             stability_tables,
+        ),
+    ),
+    "reinforcement": Study(
+        "how returns of A2C and PPO depend on the step size, with and without a trust region (an hour)",
+        reinforcement.settings,
+        reinforcement.cells,
+        ("environment", "algorithm", "optimizer", "first"),
+        reinforcement.measure_cell,
+        reinforcement_csv,
+        Kind(
+            "study reinforcement",
+            (("environments", list), ("algorithms", list), ("steps", int)),
+            {"reinforcement": reinforcement.is_record},
+            step_sizes.figures,
+            reinforcement_tables,
         ),
     ),
 }
