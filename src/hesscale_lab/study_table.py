@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from .plots import step_sizes
 from .plots.continual import figures as continual_figures
 from .plots.pruning import figures as pruning_figures
 from .report.continual_tables import as_csv as continual_csv
@@ -14,9 +15,10 @@ from .report.continual_tables import continual_tables
 from .report.kind import Kind, no_figures
 from .report.pruning_tables import as_csv as pruning_csv
 from .report.pruning_tables import pruning_tables
+from .report.reinforcement_tables import reinforcement_csv, reinforcement_tables
 from .report.stability_tables import as_csv as stability_csv
 from .report.stability_tables import stability_tables
-from .studies import continual, pruning, stability
+from .studies import continual, pruning, reinforcement, stability
 from .studies.reading import Record
 
 Cell = tuple[Any, ...]
@@ -89,6 +91,21 @@ STUDIES: Mapping[str, Study] = {
             {"continual": continual.is_record},
             continual_figures,
             continual_tables,
+        ),
+    ),
+    "reinforcement": Study(
+        "how returns of A2C and PPO depend on the step size, with and without a trust region (an hour)",
+        reinforcement.settings,
+        reinforcement.cells,
+        ("environment", "algorithm", "optimizer", "first"),
+        reinforcement.measure_cell,
+        reinforcement_csv,
+        Kind(
+            "study reinforcement",
+            (("environments", list), ("algorithms", list), ("steps", int)),
+            {"reinforcement": reinforcement.is_record},
+            step_sizes.figures,
+            reinforcement_tables,
         ),
     ),
 }

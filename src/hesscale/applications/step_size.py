@@ -252,8 +252,22 @@ def _refuse_bad_options(inner: Any, delta: float, method: str | None, every: int
 
 def _non_finite(places: Sequence[Place], fresh: Sequence[Tensor | None]) -> str | None:
     """What holds an inf or a nan, in words."""
-    for (group, index), h in zip(places, fresh, strict=True):
-        for what, x in (("gradient", local(group["params"][index].grad)), ("curvature", h)):
-            if x is not None and not torch.isfinite(x).all():
-                return f"the {what} of {checks.name_of((group, index))} is not finite"
-    return None
+    rows = [
+        (what, place, x)
+        for place, h in zip(places, fresh, strict=True)
+        for what, x in (("gradient", local(place[0]["params"][place[1]].grad)), ("curvature", h))
+        if x is not None
+    ]
+    # norms are one call for all of them; those of huge numbers are infinite though the numbers are not
+    suspects = [row for row, norm in zip(rows, _norms([x for *_, x in rows]), strict=True) if not math.isfinite(norm)]
+    bad = (f"the {what} of {checks.name_of(place)} is not finite" for what, place, x in suspects if not _is_finite(x))
+    return next(bad, None)
+
+
+def _norms(tensors: Sequence[Tensor]) -> list[float]:
+    found = torch._foreach_norm([*tensors]) if tensors else ()
+    return torch.stack([norm.to("cpu", torch.float64) for norm in found]).tolist() if found else []
+
+
+def _is_finite(x: Tensor) -> bool:
+    return bool(torch.isfinite(x).all())
