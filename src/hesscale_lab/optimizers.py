@@ -7,6 +7,7 @@ With weight decay λ on weights, none on biases, m = EMA of g + λp and h the cu
     AdaBL89, AdaHesScale, AdaHesScaleGN  p ← p − lr m̂ / (√V̂ + ε + λ)      V = EMA(h²)
     AdaGGNMC                             p ← p − lr m̂ / (V̂ + ε + λ)       V = EMA(h)
     AdaHessian                           p ← p − lr m̂ / (√V̂ + ε) − lr λp  V = EMA((Hv)²)
+    AdamFused                            p ← p − lr m̂ / (√V̂ + ε)          V = EMA((g + λp)²), as torch has it
 
 That λ also damps, and enters AdaHessian twice, is how the authors' code has it. An entry whose V is exactly 0 does not
 move here, as everywhere in hesscale; theirs would decay.
@@ -27,7 +28,7 @@ from torch.optim import Optimizer
 import hesscale
 from hesscale.optim import CurvatureScaled
 
-EPS = 1e-8
+from .options import EPS, Options
 
 
 @final
@@ -48,8 +49,10 @@ class Row:
 
     make: Callable[..., Optimizer]  # called with parameter groups, lr, betas and fused
     damps: bool = True  # λ is added to ε
-    decays: bool = False  # p is multiplied by 1 − lr λ as well
+    decays: bool = False  # it is given λ as its own weight_decay
+    adds: bool = True  # λp is added to the gradient before the step
     options: Mapping[str, Any] = field(default_factory=dict)
+    takes: tuple[str, ...] = ()  # of OPTIONS
 
 
 def _sgd(groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, float], fused: bool) -> Optimizer:
@@ -59,6 +62,10 @@ def _sgd(groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, float],
 def _adam(groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, float], fused: bool) -> Optimizer:
     if any(group["l2"] for group in groups):
         return GradientScaled(groups, lr=lr, betas=betas, fused=fused, bound=None)
+    return _fused_adam(groups, lr=lr, betas=betas, fused=True)
+
+
+def _fused_adam(groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, float], fused: bool) -> Optimizer:
     return torch.optim.Adam(groups, lr=lr, betas=betas, fused=True)
 
 
@@ -68,14 +75,18 @@ def _without(groups: list[dict[str, Any]], *names: str) -> list[dict[str, Any]]:
 
 _FREE: Mapping[str, Any] = {"bound": None}  # as in the paper: no entry of a step is clipped
 
+_CURVED = ("every", "eps", "bound", "trust_region")
+_RANKED = (*_CURVED, "rank")
+
 OPTIMIZERS: Mapping[str, Row] = {
     "SGD": Row(_sgd),
-    "Adam": Row(_adam),
-    "AdaBL89": Row(hesscale.AdaBL89, options=_FREE),
-    "AdaHessian": Row(hesscale.AdaHessian, damps=False, decays=True, options=_FREE),
-    "AdaGGNMC": Row(hesscale.AdaGGNMC, options={"scale": "mean", **_FREE}),
-    "AdaHesScaleGN": Row(hesscale.AdaHesScaleGN, options=_FREE),
-    "AdaHesScale": Row(hesscale.AdaHesScale, options=_FREE),
+    "Adam": Row(_adam, takes=("eps",)),
+    "AdamFused": Row(_fused_adam, damps=False, decays=True, adds=False, takes=("eps",)),
+    "AdaBL89": Row(hesscale.AdaBL89, options=_FREE, takes=_CURVED),
+    "AdaHessian": Row(hesscale.AdaHessian, damps=False, decays=True, options=_FREE, takes=_CURVED),
+    "AdaGGNMC": Row(hesscale.AdaGGNMC, options={"scale": "mean", **_FREE}, takes=_CURVED),
+    "AdaHesScaleGN": Row(hesscale.AdaHesScaleGN, options=_FREE, takes=_RANKED),
+    "AdaHesScale": Row(hesscale.AdaHesScale, options=_FREE, takes=_RANKED),
 }
 
 EARLIER_NAMES: Mapping[str, str] = {"BL89": "AdaBL89", "GGNMC": "AdaGGNMC"}
@@ -89,6 +100,14 @@ def optimizer_named(name: str) -> Row:
     return OPTIMIZERS[name]
 
 
+def require_fitting(name: str, options: Options) -> None:
+    """ValueError if the optimizer does not take one of the options."""
+    takes = optimizer_named(name).takes
+    for option, _ in options:
+        if option not in takes:
+            raise ValueError(f"{name} takes no {option}: its options are {', '.join(takes) or 'none of these'}")
+
+
 def make_optimizer(
     name: str,
     model: nn.Module,
@@ -97,20 +116,23 @@ def make_optimizer(
     betas: tuple[float, float],
     weight_decay: float = 0.0,
     fused: bool = False,
+    options: Options = (),
 ) -> Optimizer:
     """The optimizer of this name for a model whose biases are its vectors. Use it with ``backward`` below."""
-    row = optimizer_named(name)
+    require_fitting(name, options)
+    row, given = optimizer_named(name), dict(options)
+    eps = given.pop("eps", EPS)
     params = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {
             "params": [p for p in params if (p.dim() > 1) == weights],
-            "l2": decay,
-            "eps": EPS + (decay if row.damps else 0.0),
+            "l2": decay if row.adds else 0.0,
+            "eps": eps + (decay if row.damps else 0.0),
             "weight_decay": decay if row.decays else 0.0,
         }
         for weights, decay in ((True, weight_decay), (False, 0.0))
     ]
-    return row.make(groups, lr=lr, betas=betas, fused=fused, **row.options)
+    return row.make(groups, lr=lr, betas=betas, fused=fused, **{**row.options, **given})
 
 
 def backward(optimizer: Optimizer, loss: Tensor, *, generator: torch.Generator | None = None) -> None:
@@ -133,12 +155,12 @@ def leaps_expected() -> Iterator[None]:
         yield
 
 
-def warm_up(name: str) -> None:
+def warm_up(name: str, options: Options = ()) -> None:
     """Compiles the update of a fused optimizer, so that no measured step has to."""
     model = nn.Linear(2, 2, device="meta").to_empty(device="cpu")
     for p in model.parameters():
         nn.init.ones_(p)
-    optimizer = make_optimizer(name, model, lr=1e-3, betas=(0.9, 0.999), fused=True)
+    optimizer = make_optimizer(name, model, lr=1e-3, betas=(0.9, 0.999), fused=True, options=options)
     loss = nn.functional.cross_entropy(model(torch.ones(2, 2)), torch.tensor([0, 1]))
     backward(optimizer, loss, generator=torch.Generator().manual_seed(0))
     optimizer.step()
@@ -209,9 +231,15 @@ _BEST: Mapping[str, Mapping[str, Choice]] = {
 }
 
 
+PAPERS = tuple(_MNIST)
+"""The optimizers of the paper."""
+
+_TUNED_AS = {"AdamFused": "Adam"}
+
+
 def best_settings(task: str, optimizer: str) -> Choice:
     """What the authors selected, by the area under the validation loss; on digits, what a short search of ours did."""
     optimizer_named(optimizer)
     if task not in _BEST:
         raise ValueError(f"unknown task {task!r}: choose among {', '.join(_BEST)}")
-    return _BEST[task][optimizer]
+    return _BEST[task][_TUNED_AS.get(optimizer, optimizer)]

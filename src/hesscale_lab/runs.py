@@ -18,7 +18,7 @@ import hesscale
 from . import durable
 
 CONFIG, ENVIRONMENT, METRICS = "config.json", "environment.json", "metrics.jsonl"
-_FORMERLY = {"processes": 1}
+FORMERLY: Mapping[str, Any] = {"processes": 1, "options": {}}
 """What a config means that was written before there was such a key."""
 
 
@@ -93,7 +93,7 @@ def open_run(folder: Path, config: Mapping[str, Any], *, free: Collection[str] =
 
 def require_same(run: Run, config: Mapping[str, Any], *, free: Collection[str] = ()) -> None:
     """OtherRunError if the run's config is not this one, but for keys that are ``free``."""
-    wanted, found = ({**_FORMERLY, **one} for one in (json.loads(json.dumps(config)), run.config))
+    wanted, found = ({**FORMERLY, **one} for one in (json.loads(json.dumps(config)), run.config))
     differing = [key for key in {**wanted, **found} if key not in free and wanted.get(key) != found.get(key)]
     if differing:
         raise OtherRunError(f"{run.folder} holds a run with other {', '.join(differing)}: choose another --out")

@@ -12,6 +12,8 @@ from itertools import product
 from typing import Any
 
 from .histories import State, is_finished, read_history
+from .optimizers import optimizer_named
+from .options import Options
 from .runs import Run
 from .training import Settings
 from .workers import Progress, Standing, settings_of
@@ -59,17 +61,20 @@ def grid(
     beta2s: Sequence[float] | None = None,
     subset: int | None = None,
     fields: Sequence[tuple[str, Any]] = (),
+    options: Sequence[Options] = ((),),
     seed: int = SEED,
 ) -> list[Settings]:
-    """All settings to try; what is not given comes from the tables above."""
+    """All settings to try; what is not given comes from the tables above. Of ``options``, those the optimizer takes."""
+    takes = optimizer_named(optimizer).takes
     row = TASK_GRIDS.get(task, PAPER)
     lrs = lrs or OPTIMIZER_LRS.get(optimizer, row.lrs)
     betas = product(beta1s or row.beta1s, beta2s or row.beta2s)
     pairs = [(0.0, 0.0)] if optimizer in WITHOUT_BETAS else list(betas)
     same: dict[str, Any] = {"seed": seed, "epochs": epochs, "subset": subset, "fields": tuple(sorted(fields))}
+    fitting = [tuple((name, value) for name, value in one if name in takes) for one in options]
     settings = [
-        Settings(task, optimizer, float(lr), float(beta1), float(beta2), **same)
-        for lr, (beta1, beta2) in product(lrs, pairs)
+        Settings(task, optimizer, float(lr), float(beta1), float(beta2), **same, options=given)
+        for given, lr, (beta1, beta2) in product(fitting, lrs, pairs)
     ]
     return list(dict.fromkeys(settings))
 
@@ -104,7 +109,7 @@ def repeats(settings: Settings, count: int) -> list[Settings]:
 
 @dataclass(frozen=True)
 class Sweep:
-    """What was searched, what was chosen for each optimizer that has a result, and its repeats."""
+    """What was searched, what was chosen for each optimizer (with its options) that has a result, and its repeats."""
 
     searched: list[Progress]
     chosen: dict[str, Settings]
@@ -119,12 +124,12 @@ class Sweep:
 def sweep(settings: Sequence[Settings], *, seeds: int, run: Callable[[Sequence[Settings]], list[Progress]]) -> Sweep:
     """The whole search: ``run`` all settings, choose for each optimizer, ``run`` the repeats of what was chosen.
 
-    A run that failed is not chosen from.
+    An optimizer with other options is another one. A run that failed is not chosen from.
     """
     searched = run(settings)
     chosen = {}
-    for name in dict.fromkeys(one.optimizer for one in settings):
-        ended = [Run(p.folder) for p in searched if p.settings.optimizer == name and p.has_ended]
+    for name in dict.fromkeys(one.label for one in settings):
+        ended = [Run(p.folder) for p in searched if p.settings.label == name and p.has_ended]
         if ended:
             chosen[name] = choose(ended)
     return Sweep(searched, chosen, run([one for best in chosen.values() for one in repeats(best, seeds)]))

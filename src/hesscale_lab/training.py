@@ -20,7 +20,8 @@ from .batches import Data, generator_for
 from .batches import load as load_data
 from .histories import is_finished
 from .locks import alone
-from .optimizers import backward, leaps_expected, make_optimizer, optimizer_named, warm_up
+from .optimizers import backward, leaps_expected, make_optimizer, require_fitting, warm_up
+from .options import Options, flags, label, words
 from .processes import Team
 from .runs import CONFIG, DamagedRunError, Run, open_run, replace_records, require_same
 from .tasks.classifiers import seed_dropout
@@ -44,10 +45,18 @@ class Settings:
     subset: int | None = None  # of the training images
     fields: tuple[tuple[str, Any], ...] = ()  # of the task, with values other than the table's
     processes: int = 1  # that share each batch
+    options: Options = ()  # of the optimizer, where they are not what is usual
+
+    @property
+    def label(self) -> str:
+        """The optimizer with its options."""
+        return label(self.optimizer, self.options)
 
     def as_config(self) -> dict[str, Any]:
         """The settings as config.json holds them, with the command that repeats the run."""
-        return {"kind": "train", "command": self._command(), **asdict(self), "fields": dict(sorted(self.fields))}
+        config = {"kind": "train", "command": self._command(), **asdict(self), "fields": dict(sorted(self.fields))}
+        options = config.pop("options")
+        return {**config, "options": dict(options)} if options else config  # as before there were any
 
     def _command(self) -> str:
         options = {
@@ -59,10 +68,11 @@ class Settings:
             "epochs": self.epochs,
             "subset": self.subset,
         }
-        words = [f"--{name} {value}" for name, value in options.items() if value is not None]
-        words += [f"--field {name}={value}" for name, value in sorted(self.fields)]
+        said = [f"--{name} {value}" for name, value in options.items() if value is not None]
+        said += flags(self.options)
+        said += [f"--field {name}={value}" for name, value in sorted(self.fields)]
         together = f"torchrun --nproc-per-node {self.processes} -m hesscale_lab.cli"
-        return " ".join(["hesscale" if self.processes == 1 else together, "train", self.task, *words])
+        return " ".join(["hesscale" if self.processes == 1 else together, "train", self.task, *said])
 
 
 def folder_of(settings: Settings, root: Path) -> Path:
@@ -74,6 +84,7 @@ def folder_of(settings: Settings, root: Path) -> Path:
         f"e{settings.epochs}",
         *([] if settings.subset is None else [f"n{settings.subset}"]),
         *([] if settings.processes == 1 else [f"p{settings.processes}"]),
+        *words(settings.options),
         *(f"{name}={value}" for name, value in sorted(settings.fields)),
     ]
     return root / settings.task / settings.optimizer / "-".join(parts) / f"seed{settings.seed}"
@@ -101,7 +112,7 @@ def train(
     its part of every batch. InUseError if another training works in the folder, or ``wait`` for its end.
     """
     task = task_named(settings.task).with_fields(settings.fields)
-    optimizer_named(settings.optimizer)
+    require_fitting(settings.optimizer, settings.options)
     team, run, config = Team.current(), Run(folder), settings.as_config()
     if team.count != settings.processes:
         raise ValueError(f"the settings are for {settings.processes} processes, not {team.count}")
@@ -212,7 +223,7 @@ class _Training:
 
     def _optimizer(self) -> Optimizer:
         if self.task.fused:
-            warm_up(self.settings.optimizer)
+            warm_up(self.settings.optimizer, self.settings.options)
         return make_optimizer(
             self.settings.optimizer,
             self.model,
@@ -220,6 +231,7 @@ class _Training:
             betas=(self.settings.beta1, self.settings.beta2),
             weight_decay=self.task.weight_decay,
             fused=self.task.fused,
+            options=self.settings.options,
         )
 
     def state(self) -> dict[str, Any]:

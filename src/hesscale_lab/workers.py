@@ -18,7 +18,7 @@ from typing import Any
 
 from .histories import State, is_finished, read_history
 from .memory import keep_freed_memory
-from .runs import CONFIG, Run
+from .runs import CONFIG, FORMERLY, Run
 from .runs import threads as with_threads
 from .training import Settings, folder_of
 from .training import train as train_one
@@ -174,9 +174,10 @@ def standing_of(settings: Settings, folder: Path, *, otherwise: Standing = Stand
 
 def settings_of(config: Mapping[str, Any]) -> Settings:
     """The settings that a run's config.json holds."""
-    config = {"processes": 1, **config}  # which was not written down formerly
+    config = {**FORMERLY, **config}
     known = {field.name: config[field.name] for field in fields(Settings)}
-    return Settings(**{**known, "fields": tuple(sorted(known["fields"].items()))})
+    pairs = {name: tuple(sorted(known[name].items())) for name in ("fields", "options")}
+    return Settings(**{**known, **pairs})
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 import hesscale
 from hesscale.optim.sources import hutchinson_backward, sampled_gauss_newton_backward
 from hesscale_lab.optimizers import OPTIMIZERS, backward, best_settings, make_optimizer, warm_up
+from hesscale_lab.options import Options
 from hesscale_lab.tasks.table import TASKS
 
 LR, BETA1, BETA2, EPS, STEPS = 0.01, 0.8, 0.9, 1e-8, 4
@@ -61,17 +62,17 @@ def by_hand(name: str, decay: float) -> list[Tensor]:
         PASSES[name](loss, params, generator) if name in PASSES else loss.backward()
         for i, p in enumerate(params):
             wd = decay if p.dim() > 1 else 0.0
-            g = p.grad.clone()
+            g = p.grad + wd * p.detach() if name == "AdamFused" else p.grad.clone()
             h = p.curvature if name in PASSES else g
             with torch.no_grad():
                 if name == "SGD":
                     p -= LR * (g + wd * p)
                     continue
-                m[i] = BETA1 * m[i] + (1 - BETA1) * (g + wd * p)
+                m[i] = BETA1 * m[i] + (1 - BETA1) * (g if name == "AdamFused" else g + wd * p)
                 v[i] = BETA2 * v[i] + (1 - BETA2) * (h if name == "AdaGGNMC" else h**2)
                 average = v[i] / (1 - BETA2**t)
                 scale = average if name == "AdaGGNMC" else average**0.5
-                damping = EPS if name == "AdaHessian" else EPS + wd
+                damping = EPS if name in ("AdaHessian", "AdamFused") else EPS + wd
                 direction = m[i] / (1 - BETA1**t) / (scale + damping)
                 p -= LR * (direction + (wd * p if name == "AdaHessian" else 0.0))
     return [p.detach() for p in model.parameters()]
@@ -109,6 +110,44 @@ def test_an_optimizer_goes_on_from_its_state(name: str, tmp_path: Path) -> None:
     second.load_state_dict(torch.load(tmp_path / "state", weights_only=True))
     steps(other, second, range(2, 4))
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    "name, options",
+    [
+        (name, ((option, value),))
+        for name, row in OPTIMIZERS.items()
+        for option, value in (("every", 3), ("eps", 0.1), ("bound", 0.5), ("trust_region", 1e-9), ("rank", 1))
+        if option in row.takes
+    ],
+)
+@pytest.mark.filterwarnings("ignore:a step took the norm")
+def test_an_option_reaches_the_optimizer(name: str, options: Options) -> None:
+    def trained(given: Options) -> tuple[torch.optim.Optimizer, list[Tensor]]:
+        model, generator = network(), probes()
+        optimizer = make_optimizer(name, model, lr=LR, betas=(BETA1, BETA2), weight_decay=0.05, options=given)
+        for t in range(1, 7):
+            optimizer.zero_grad()
+            backward(optimizer, loss_of(model, t), generator=generator)
+            optimizer.step()
+        return optimizer, [p.detach() for p in model.parameters()]
+
+    (_, usual), (optimizer, changed) = trained(()), trained(options)
+    assert not all(torch.equal(a, b) for a, b in zip(usual, changed, strict=True))
+    ((option, value),) = options
+    if option == "rank":
+        assert optimizer.source.rank == value  # type: ignore[attr-defined]
+    elif option == "eps":
+        assert optimizer.param_groups[1]["eps"] == value
+    else:
+        assert all(group[option] == value for group in optimizer.param_groups)
+
+
+def test_an_option_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(ValueError, match="Adam takes no rank: its options are eps"):
+        make_optimizer("Adam", network(), lr=LR, betas=(BETA1, BETA2), options=(("rank", 1),))
+    with pytest.raises(ValueError, match="SGD takes no eps: its options are none of these"):
+        make_optimizer("SGD", network(), lr=LR, betas=(BETA1, BETA2), options=(("eps", 1.0),))
 
 
 def test_every_task_has_settings_for_every_optimizer() -> None:

@@ -12,12 +12,15 @@ from typer.testing import CliRunner
 
 import hesscale
 from hesscale_lab.cli import app
-from hesscale_lab.cli import study as command
-from hesscale_lab.report.kinds import COST, STABILITY, kind_of
+from hesscale_lab.report.kinds import COST, kind_of
 from hesscale_lab.report.stability_tables import as_csv, stability_tables
+from hesscale_lab.runs import Run
 from hesscale_lab.studies import stability
+from hesscale_lab.studies.reading import read
+from hesscale_lab.study_table import STUDIES
 from hesscale_lab.tasks.small_networks import CLASSES, DATA, SMALL_NETWORKS
 
+STABILITY = STUDIES["stability"].kind
 NETWORK = "MLP 2×32, ReLU"
 
 
@@ -31,8 +34,8 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two networks, two optimizers, one step size, two cells."""
     networks = {name: SMALL_NETWORKS[name] for name in (NETWORK, "LSTM 1")}
     methods = {name: stability.METHODS[name] for name in ("AdamW", "AdaHesScale, bound 1")}
-    monkeypatch.setattr(command, "SMALL_NETWORKS", networks)
-    monkeypatch.setattr(command, "tiny_transformers", dict)
+    monkeypatch.setattr(stability, "SMALL_NETWORKS", networks)
+    monkeypatch.setattr(stability, "tiny_transformers", dict)
     monkeypatch.setattr(stability, "METHODS", methods)
     monkeypatch.setattr(stability, "RATES", (1e-3,))
     monkeypatch.setattr(stability, "CELLS", ((2, "random"), (8, "learnable")))
@@ -142,6 +145,23 @@ def test_it_prints_a_table_and_goes_on_where_it_stopped(tmp_path: Path, monkeypa
     assert config["networks"] == [NETWORK, "LSTM 1"]
     assert kind_of(config) is STABILITY
     assert not COST.made(config)
+
+
+def test_committed_results_are_still_a_run_of_it() -> None:
+    """The command would go on in their folder, and measure none of them again."""
+    folder = Path(__file__).parents[2] / "results" / "stability"
+    config = json.loads((folder / "config.json").read_text())
+    row = STUDIES["stability"]
+    records = read(Run(folder), row.kind.checks).records
+    assert kind_of(config) is row.kind
+    assert {tuple(record[key] for key in row.keys) for record in records} <= {*row.cells(config)}
+    assert row.csv(records) == (folder / "stability.csv").read_text()
+    assert {*row.settings(False), "command", "title"} == {*config}
+
+
+def test_every_study_has_a_line_of_help() -> None:
+    printed = " ".join(run("study", "--help")[1].split())
+    assert all(f"{name}: {row.summary[:20]}" in printed for name, row in STUDIES.items())
 
 
 def test_an_unknown_study_is_refused() -> None:

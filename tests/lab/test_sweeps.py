@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from hesscale_lab import workers
 from hesscale_lab.cli.sweep import sweep as sweep_command
 from hesscale_lab.histories import State, read_history
+from hesscale_lab.options import combinations
 from hesscale_lab.sweeps import area, choose, grid, repeats, run_all, settings_of, sweep
 from hesscale_lab.training import Settings, folder_of
 from hesscale_lab.workers import Progress, Standing, WorkersError, cluster, standing_of
@@ -40,6 +41,26 @@ def test_sgd_has_no_betas_to_search() -> None:
 def test_values_can_be_given() -> None:
     settings = grid("digits", "Adam", epochs=2, lrs=[0.1], beta1s=[0.5], beta2s=[0.9, 0.9], subset=64, seed=7)
     assert settings == [Settings("digits", "Adam", 0.1, 0.5, 0.9, seed=7, epochs=2, subset=64)]
+
+
+def test_every_combination_of_options_is_tried_with_who_takes_them() -> None:
+    options = combinations({"every": "1,10", "bound": "none,1", "rank": None})
+    assert options == [(), (("bound", 1.0),), (("every", 10),), (("bound", 1.0), ("every", 10))]
+    labels = {s.label for s in grid("digits", "AdaHesScale", epochs=2, lrs=[0.1, 0.2], options=options)}
+    names = ("AdaHesScale", "AdaHesScale bound=1", "AdaHesScale every=10", "AdaHesScale bound=1 every=10")
+    assert labels == set(names)
+    adam = grid("digits", "Adam", epochs=2, lrs=[0.1], beta1s=[0], beta2s=[0.9], options=options)
+    assert adam == [Settings("digits", "Adam", 0.1, 0.0, 0.9, seed=0, epochs=2)]
+
+
+def test_an_optimizer_with_other_options_is_chosen_for_by_itself(tmp_path: Path) -> None:
+    plain = replace(ADAM, optimizer="AdaHesScale")
+    lazy = replace(plain, options=(("every", 10),))
+    for settings, last in ((plain, 1.0), (replace(plain, lr=1.0), 2.0), (lazy, 2.0), (replace(lazy, lr=1.0), 1.5)):
+        make_run(tmp_path, settings, [2, 1, 1, last])
+    asked = [*(replace(one, lr=lr) for one in (plain, lazy) for lr in (1e-3, 1.0))]
+    found = sweep(asked, seeds=1, run=lambda wanted: [standing_of(one, folder_of(one, tmp_path)) for one in wanted])
+    assert found.chosen == {"AdaHesScale": plain, "AdaHesScale every=10": replace(lazy, lr=1.0)}
 
 
 def test_the_area_is_the_sum_over_epochs(tmp_path: Path) -> None:
@@ -94,7 +115,8 @@ def test_the_smallest_mean_area_is_chosen(tmp_path: Path) -> None:
 
 
 def test_settings_come_back_from_a_run(tmp_path: Path) -> None:
-    settings = replace(ADAM, subset=100, fields=(("activation", "relu"), ("width", 0.5)), seed=3)
+    fields, options = (("activation", "relu"), ("width", 0.5)), (("eps", 1e-6), ("every", 10))
+    settings = replace(ADAM, subset=100, fields=fields, options=options, seed=3)
     assert settings_of(make_run(tmp_path, settings, [1.0]).config) == settings
 
 
@@ -215,6 +237,8 @@ app.command()(sweep_command)
         (["digits", "--seeds", "0"], "--seeds must be at least 1"),
         (["digits", "--threads", "0"], "--threads must be at least 1"),
         (["digits", "--field", "activation=foo"], "unknown activation 'foo': choose among"),
+        (["digits", "--every", "1,x"], "--every must be a whole number of steps, 1 or more, not 'x'"),
+        (["digits", "--optimizers", "Adam,SGD", "--rank", "0,1"], "rank does not go with Adam or SGD"),
         (["digits", "--lrs", "1e-3,inf"], "--lrs must be above 0 and finite"),
     ],
 )

@@ -99,8 +99,15 @@ train(Settings(*eval(sys.argv[1])), Path(sys.argv[2]), watch=lambda progress: ti
 """
 
 
-def test_a_killed_run_goes_on_to_the_same_numbers(tmp_path: Path) -> None:
-    settings = replace(SMALL, optimizer="AdaGGNMC", epochs=4)
+OPTIONS = (("bound", 1.0), ("every", 4), ("rank", 1), ("trust_region", 0.1))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [replace(SMALL, optimizer="AdaGGNMC", epochs=4), replace(SMALL, epochs=4, options=OPTIONS)],
+    ids=lambda settings: settings.optimizer,
+)
+def test_a_killed_run_goes_on_to_the_same_numbers(settings: Settings, tmp_path: Path) -> None:
     values = repr(tuple(vars(settings).values()))
     process = subprocess.Popen([sys.executable, "-c", SLOW, values, str(tmp_path / "killed")])
     while process.poll() is None and len(Run(tmp_path / "killed").records) < 3:

@@ -192,7 +192,7 @@ def test_a_step_is_few_calls() -> None:
     """Of a two-layer MLP, in the steady state."""
     found = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "calls.py"))["counts"]()["optimizer.step"]
     assert found.total() <= 50
-    assert len({file for file, _ in found}) <= 4
+    assert len({file for file, _ in found}) <= 5
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])

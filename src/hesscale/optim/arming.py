@@ -18,7 +18,7 @@ from ..graph import LEAF, edge_of, running_backward, trace
 from .shards import is_sharded
 
 if TYPE_CHECKING:
-    from .curvature_scaled import CurvatureScaled
+    from .reading import ReadsCurvature
 
 _TOO_MUCH = (
     "curvature by {name} takes a pass of its own, from one scalar loss to all parameters: within armed() call "
@@ -29,7 +29,7 @@ _TOO_MUCH = (
 class Armed(NamedTuple):
     """An optimizer, and what its source is to be told."""
 
-    optimizer: CurvatureScaled
+    optimizer: ReadsCurvature
     options: Mapping[str, Any]
 
 
@@ -45,7 +45,7 @@ _count = 0  # of blocks that are armed, in all threads
 
 
 @contextmanager
-def armed(optimizer: CurvatureScaled, options: Mapping[str, Any]) -> Iterator[None]:
+def armed(optimizer: ReadsCurvature, options: Mapping[str, Any]) -> Iterator[None]:
     """Arms this thread."""
     before = _LOCAL.stack
     _change_count(1)

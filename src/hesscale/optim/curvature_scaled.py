@@ -1,37 +1,26 @@
-"""The template of all optimizers here: Adam with curvature in place of the squared gradient. It holds the only step."""
+"""The template of all optimizers here: Adam with curvature in place of the squared gradient. It has the update."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
-from torch.amp import GradScaler
-from torch.optim import Optimizer
+from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from .. import distributed
 from ..columns.dial import Rank
-from ..compiled import Step, compile_for
 from ..graph import LOW_PRECISION
-from . import amp, checkpoints, checks, leaps
-from .arming import armed, suspended
-from .shards import PLAIN, local, total
-from .sources import Propagated, Source, with_rank
+from . import checkpoints, checks, leaps
+from .reading import ReadsCurvature
+from .shards import PLAIN, local
+from .sources import Source, with_rank
+from .trust import shrinkage
 from .updates import Factors, Form, Formula, Slot, factors, forms_of, metric
 
-CurvatureHook = Callable[["CurvatureScaled"], None]
 
-_NO_SOURCE = (
-    "CurvatureScaled computes no curvature: write p.curvature before step(), by hesscale.backward(loss) or an "
-    "estimator, give it a source, or use a preset such as hesscale.AdaHesScale"
-)
-
-
-class CurvatureScaled(Optimizer):
+class CurvatureScaled(ReadsCurvature):
     """Adam whose second moment is one of curvature. It reads ``p.curvature``, whoever has written it.
 
         m = EMA(g)     V = EMA(h²), h = p.curvature     p ← (1 − lr·weight_decay)·p − lr · clip(m̂ / (√V̂ + eps), ±bound)
@@ -101,7 +90,7 @@ class CurvatureScaled(Optimizer):
         group = self.param_groups[-1]
         group["steps"] = self.param_groups[0]["steps"]
         checks.refuse_bad_options(group, first=self.param_groups[0])
-        self._is_sharded = distributed.watch_shards(p for group in self.param_groups for p in group["params"])
+        self._watch_shards()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "source": self.source}
@@ -116,14 +105,6 @@ class CurvatureScaled(Optimizer):
                 group.setdefault(name, value)
         if "_curvature_hooks" not in self.__dict__:
             self._start_afresh()
-            self._is_sharded = distributed.watch_shards(p for group in self.param_groups for p in group["params"])
-
-    def _start_afresh(self) -> None:
-        # what lives between a backward pass and its step, and hooks: nothing that belongs into a checkpoint
-        self._curvature_hooks: list[CurvatureHook] = []
-        self._scaler: GradScaler | None = None
-        self._is_unscaled = False
-        self._has_warned = False  # of a leap
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in torch. Averages in single precision stay so; of Adam's and AdamW's state, V begins afresh."""
@@ -131,106 +112,15 @@ class CurvatureScaled(Optimizer):
             super().load_state_dict(state_dict)
 
     @property
-    def _step_supports_amp_scaling(self) -> bool:
-        """Whether a GradScaler asks: it leaves unscaling to step, which unscales curvature as well.
-
-        Others who ask (Lightning) refuse to clip the gradients of optimizers that unscale in their step; here they may.
-        """
-        self._scaler = amp.scaler_that_asks()
-        return self._scaler is not None
-
-    @property
     def curvature_due(self) -> bool:
         """Whether the next ``step`` refreshes averages of curvature, and so needs a pass that computes it."""
         return any(_is_due(group) for group in self.param_groups)
 
-    def backward(self, loss: Tensor, *, retain_graph: bool = False, **options: Any) -> None:
-        """Fills ``p.grad``, and ``p.curvature`` when it is due. Call it in place of ``loss.backward()``.
-
-        ``options`` are those of the source.
-        """
-        source = self._known_source()
-        if self.curvature_due:
-            with suspended():
-                source(loss, self._trainable(), retain_graph=retain_graph, **options)
-        else:
-            loss.backward(retain_graph=retain_graph)
-
-    def attach(self, loss: Tensor, **options: Any) -> Tensor:
-        """The same ``loss``; when curvature is due, a ``.backward()`` on it fills ``p.curvature`` too.
-
-        As ``hesscale.attach``, with this optimizer's source and schedule; for sources that need no pass of their own.
-        """
-        source = self._known_source()
-        return source.attach(loss, **options) if self.curvature_due else loss
-
-    def armed(self, **options: Any) -> AbstractContextManager[None]:
-        """Within it every ``backward`` of this thread that reaches these parameters fills ``p.curvature`` when due.
-
-        For trainers that leave no line to change: ``with optimizer.armed(): trainer.train()``.
-        """
-        self._known_source()
-        return armed(self, options)
-
-    def compile(self, loss_fn: Callable[..., Any], model: nn.Module, **options: Any) -> Step:
-        """``hesscale.compile(loss_fn, model)`` by this optimizer's method; without curvature where it is not due."""
-        source = self._known_source()
-        if not isinstance(source, Propagated) or source.rank:
-            raise ValueError(f"only passes of rank 0 by hesscale.backward can be compiled, not {source}")
-        return compile_for(self, loss_fn, model, method=source.name, **options)
-
-    def _known_source(self) -> Source:
-        if self.source is None:
-            raise NotImplementedError(_NO_SOURCE)
-        return self.source
-
-    def _trainable(self) -> list[Tensor]:
-        return [p for group in self.param_groups for p in group["params"] if p.requires_grad]
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears gradients, as in torch, and curvature."""
-        self._clear_curvature()
-        super().zero_grad(set_to_none)
-
-    def unscale_(self, scaler: GradScaler) -> None:
-        """Does ``scaler.unscale_(self)`` for gradients and curvature: to look at unscaled curvature before the step."""
-        scale = scaler.get_scale()
-        scaler.unscale_(self)
-        if scaler.is_enabled():
-            curvatures = (getattr(p, "curvature", None) for group in self.param_groups for p in group["params"])
-            amp.divide([local(h) for h in curvatures if h is not None], scale)
-            self._is_unscaled = True
-
-    def register_curvature_hook(self, hook: CurvatureHook) -> None:
-        """Calls ``hook(optimizer)`` in each step that uses curvature, before it does: to average it over processes.
-
-        As with torch's own hooks, copies and checkpoints of the optimizer do not carry it.
-        """
-        self._curvature_hooks.append(hook)
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Moves every parameter that has a gradient, and consumes ``p.curvature``. Returns what ``closure`` returns."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        # a GradScaler leaves its verdict here for as long as its step lasts
-        overflowed = bool(getattr(self, "found_inf", False))
-        with torch.set_grad_enabled(self.defaults["differentiable"]):
-            if not overflowed:
-                self._step()
-        self._clear_curvature()
-        return loss
-
-    def _step(self) -> None:
-        if self.curvature_due:
-            if not self._curvature_hooks and not self._is_sharded:
-                checks.refuse_alone()
-            for hook in self._curvature_hooks:
-                hook(self)
+    def _update(self) -> None:
+        self._run_curvature_hooks()
         slots = [slot for group in self.param_groups for slot in self._slots(group)]
         if hasattr(self, "found_inf"):
-            self._unscale(slots)
+            self._unscale_slots(slots)
         forms = forms_of(slots)
         if self._is_usable(forms):
             if self._has_warned or not _may_leap(self.param_groups):
@@ -267,19 +157,11 @@ class CurvatureScaled(Optimizer):
             found.append(Slot(place, formula, numbers, p, g, h, m, v, state, narrow))
         return found
 
-    def _unscale(self, slots: Sequence[Slot]) -> None:
-        """What a GradScaler leaves to the step."""
-        curvatures = [slot.h for slot in slots if slot.h is not None]
-        scale = getattr(self, "grad_scale", None)
-        if scale is not None:
-            amp.divide([*(slot.g for slot in slots), *curvatures], scale)
-            for slot in slots:
-                if slot.narrow is not None and slot.narrow.grad is not None:
-                    slot.narrow.grad.copy_(slot.g)
-        elif curvatures and not self._is_unscaled:
-            if self._scaler is None:
-                raise RuntimeError(amp.UNKNOWN_SCALE)
-            amp.divide(curvatures, self._scaler.get_scale())
+    def _unscale_slots(self, slots: Sequence[Slot]) -> None:
+        self._unscale([slot.g for slot in slots], [slot.h for slot in slots if slot.h is not None])
+        for slot in slots:
+            if slot.narrow is not None and slot.narrow.grad is not None:
+                slot.narrow.grad.copy_(slot.g)
 
     def _is_usable(self, forms: Sequence[Form]) -> bool:
         # nobody looks at what is captured
@@ -319,20 +201,12 @@ class CurvatureScaled(Optimizer):
         for group in self.param_groups:
             group["steps"] += 1
 
-    def _clear_curvature(self) -> None:
-        self._scaler, self._is_unscaled = None, False
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.curvature = None
-
 
 def _move_within(radius: float, pairs: Sequence[tuple[Slot, Tensor]]) -> None:
     """p ← decay·p − min(1, √(2δ/T)) u  with  T = Σ c u² over all parameters."""
     if not pairs:
         return
-    parts = [(metric(slot) * u * u).sum() for slot, u in pairs]
-    length = total(parts, [slot.parameter for slot, _ in pairs])
-    factor = (2 * radius / length).sqrt().clamp(max=1.0)
+    factor = shrinkage(radius, [(metric(slot), u, slot.parameter) for slot, u in pairs])
     for slot, u in pairs:
         if slot.formula.weight_decay:
             slot.p.mul_(slot.factors.decay)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -13,73 +13,60 @@ from rich.table import Table
 from .. import durable
 from ..locks import alone
 from ..plots.drawn import save
-from ..report.kinds import STABILITY, Kind
-from ..report.stability_tables import as_csv
+from ..report.kind import Kind
 from ..runs import Run, one_thread, open_run
-from ..studies import stability
 from ..studies.reading import Record, read
-from ..tasks.small_networks import SMALL_NETWORKS, SmallNetwork
-from ..tasks.tiny_transformers import tiny_transformers
+from ..study_table import STUDIES, Study
 from .console import clear_errors, name_left_out, progress_bar, show, stop
 
-
-class Study(StrEnum):
-    """What there is to study."""
-
-    STABILITY = "stability"
-
-
-_QUICK = 8
-"""Every so many networks are in the quick version."""
+StudyName = StrEnum("StudyName", {name: name for name in STUDIES})  # type: ignore[misc]
+_NAMES = "; ".join(f"{name}: {row.summary}" for name, row in STUDIES.items())
 
 
 def study(
-    name: Annotated[Study, typer.Argument(help="Which study.")],
-    quick: Annotated[bool, typer.Option("--quick", help="Every eighth network, in some minutes.")] = False,
-    out: Annotated[Path | None, typer.Option(help="Folder of the run [default: runs/stability/full or quick].")] = None,
+    name: Annotated[StudyName, typer.Argument(help=f"{_NAMES}.")],
+    quick: Annotated[bool, typer.Option("--quick", help="A small version, in some minutes.")] = False,
+    data: Annotated[
+        Path | None,
+        typer.Option(help="Folder with data as torchvision makes it [default: downloaded]; some need none."),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the run [default: runs/NAME/full or quick].")] = None,
 ) -> None:
-    """Count which optimizers survive being dropped in: twenty steps on small networks of all common kinds.
+    """Answer one question with many small runs: a table in the terminal, a CSV file and figures in a folder.
 
-    Networks of the transformers library take part where it is installed. The full study takes about half an hour. An
-    interrupted run goes on where it stopped.
+    An interrupted run goes on where it stopped. Networks of the transformers library take part in stability where it is
+    installed.
 
     \b
     Examples:
       hesscale study stability --quick
       hesscale study stability --out DIR
     """
-    networks = {**SMALL_NETWORKS, **tiny_transformers()}
-    chosen = dict([*networks.items()][:: _QUICK if quick else 1])
+    row = STUDIES[name.value]
     folder = out or Path("runs") / name.value / ("quick" if quick else "full")
-    config = {
-        "command": f"hesscale study {name.value}" + (" --quick" if quick else ""),
-        "title": "stability",
-        "networks": [*chosen],
-        "optimizers": [*stability.METHODS],
-        "rates": [*stability.RATES],
-        "steps": stability.STEPS,
-    }
+    command = f"hesscale study {name.value}" + (" --quick" if quick else "")
+    config = {"command": command, "title": name.value, **row.settings(quick)}
     with clear_errors(folder), alone(folder), one_thread():
         run = open_run(folder, config)
-        name_left_out(read(run, STABILITY.checks).left_out)
-        _measure(run, chosen)
-        show_study(run, STABILITY)
-        table = folder / "stability.csv"
-        durable.replace(table, as_csv(read(run, STABILITY.checks).records).encode())
+        name_left_out(read(run, row.kind.checks).left_out)
+        _measure(run, row, data)
+        show_study(run, row.kind)
+        table = folder / f"{name.value}.csv"
+        durable.replace(table, row.csv(read(run, row.kind.checks).records).encode())
         typer.echo(f"wrote {table}")
 
 
-def _measure(run: Run, networks: Mapping[str, SmallNetwork]) -> None:
-    """Fills in what the run lacks, a network with one batch size and kind of data at a time."""
-    known = {(r["network"], r["batch"], r["data"]) for r in read(run, STABILITY.checks).records}
-    # all networks once before any of them again: a run that is cut short has seen them all
-    cells = [(name, batch, data) for batch, data in stability.CELLS for name in networks]
+def _measure(run: Run, row: Study, data: Path | None) -> None:
+    """Fills in what the run lacks, cell by cell."""
+    config = run.config
+    known = {tuple(record[key] for key in row.keys) for record in read(run, row.kind.checks).records}
+    cells = [*row.cells(config)]
     missing = [cell for cell in cells if cell not in known]
     with progress_bar() as progress:
-        task = progress.add_task("networks", total=len(cells), completed=len(cells) - len(missing))
-        for name, batch, data in missing:
-            progress.update(task, description=name)
-            run.add(*stability.measure(name, networks[name], batch=batch, data=data))
+        task = progress.add_task("cells", total=len(cells), completed=len(cells) - len(missing))
+        for cell in missing:
+            progress.update(task, description=", ".join(map(str, cell)))
+            run.add(*row.measure(cell, config, data=data, folder=run.folder))
             progress.advance(task)
 
 

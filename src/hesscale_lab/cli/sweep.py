@@ -16,7 +16,8 @@ from rich.live import Live
 from rich.table import Table
 
 from ..histories import read_history
-from ..optimizers import OPTIMIZERS, optimizer_named
+from ..optimizers import PAPERS, optimizer_named
+from ..options import Options, combinations
 from ..report.estimate import estimate, percent, plain
 from ..runs import Run
 from ..sweeps import Sweep, grid
@@ -26,11 +27,14 @@ from ..training import Settings, folder_of
 from ..wording import power
 from ..workers import Progress, Standing, Watch, WorkersError, cluster, run_all, standing_of
 from .console import clear_errors, not_below, show, stop
+from .optimizer_options import Bound, Eps, Every, Rank, TrustRegion
 
 
 def sweep(
     task: Annotated[str, typer.Argument(help="What to train, such as digits or mnist-mlp.")],
-    optimizers: Annotated[str | None, typer.Option(help="Names with commas between them [default: all].")] = None,
+    optimizers: Annotated[
+        str | None, typer.Option(help="Names with commas between them [default: the paper's].")
+    ] = None,
     lrs: Annotated[str | None, typer.Option(help="Step sizes to try [default: the paper's, 1e-5 … 1e-1].")] = None,
     beta1s: Annotated[str | None, typer.Option(help="β₁ to try [default: the paper's, 0,0.9].")] = None,
     beta2s: Annotated[str | None, typer.Option(help="β₂ to try [default: the paper's, 0.99,0.999,0.9999].")] = None,
@@ -39,6 +43,11 @@ def sweep(
     field: Annotated[
         list[str] | None, typer.Option(help="Another value for a field of the task, such as activation=relu.")
     ] = None,
+    every: Every = None,
+    eps: Eps = None,
+    bound: Bound = None,
+    trust_region: TrustRegion = None,
+    rank: Rank = None,
     seeds: Annotated[int, typer.Option(callback=not_below(1), help="Repeats of the chosen settings.")] = 3,
     workers: Annotated[
         int | None, typer.Option(callback=not_below(1), help="Runs at a time [default: as cores allow].")
@@ -50,7 +59,8 @@ def sweep(
 ) -> None:
     """Search for the settings of optimizers as the paper did, and repeat the best with several seeds.
 
-    Chosen is the smallest area under the validation loss. Runs go in parallel on Ray, one core each unless
+    Chosen is the smallest area under the validation loss, for each optimizer and each value of its options (--every
+    1,10); an option goes to the optimizers that take it. Runs go in parallel on Ray, one core each unless
     --threads asks for more. A finished run is never computed again, be it of a sweep or of hesscale train: after an
     interrupt, the same command goes on.
 
@@ -58,21 +68,22 @@ def sweep(
     Examples:
       hesscale sweep digits --optimizers Adam,AdaHesScale --epochs 5
       hesscale sweep mnist-mlp --lrs 1e-5,1e-4,1e-3 --beta2s 0.9999 --epochs 10 --data DIR
+      hesscale sweep mnist-mlp --optimizers Adam,AdaHesScale --every 1,10,20 --lrs 3e-5,1e-4,3e-4
       hesscale sweep cifar10-3c3d --address HOST:6379 --data DIR --out SHARED
     """
+    texts = {"every": every, "eps": eps, "bound": bound, "trust_region": trust_region, "rank": rank}
     try:
         fields = parse_fields(field or ())
         row = task_named(task).with_fields(fields)
         names = _names(optimizers)
+        options = combinations(texts)
+        _refuse_idle(names, options)
         steps, firsts, seconds = _numbers("lrs", lrs), _numbers("beta1s", beta1s), _numbers("beta2s", beta2s)
     except ValueError as error:
         stop(str(error), code=2)
-    size = epochs or row.epochs
-    settings = [
-        one
-        for name in names
-        for one in grid(task, name, epochs=size, subset=subset, fields=fields, lrs=steps, beta1s=firsts, beta2s=seconds)
-    ]
+    same = {"epochs": epochs or row.epochs, "subset": subset, "fields": fields, "options": options}
+    tried = {"lrs": steps, "beta1s": firsts, "beta2s": seconds}
+    settings = [one for name in names for one in grid(task, name, **same, **tried)]  # type: ignore[arg-type]
     with clear_errors(out):
         out.mkdir(parents=True, exist_ok=True)
         cores = {"address": address, "workers": workers, "threads": threads}
@@ -83,12 +94,19 @@ def sweep(
 
 
 def _names(text: str | None) -> list[str]:
-    names = list(OPTIMIZERS) if text is None else [name.strip() for name in text.split(",") if name.strip()]
+    names = list(PAPERS) if text is None else [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
         optimizer_named(name)
     if not names:
         raise ValueError("--optimizers names none")
     return list(dict.fromkeys(names))
+
+
+def _refuse_idle(names: Sequence[str], options: Sequence[Options]) -> None:
+    """ValueError if an option fits none of the optimizers."""
+    for option in dict.fromkeys(option for one in options for option, _ in one):
+        if not any(option in optimizer_named(name).takes for name in names):
+            raise ValueError(f"{option} does not go with {' or '.join(names)}")
 
 
 def _numbers(option: str, text: str | None) -> tuple[float, ...] | None:
@@ -147,8 +165,8 @@ def _picture(board: Sequence[Progress]) -> Group:
     counts.add_column("optimizer")
     for standing in Standing:
         counts.add_column(standing, justify="right")
-    for name in dict.fromkeys(p.settings.optimizer for p in board):
-        tally = Counter(p.standing for p in board if p.settings.optimizer == name)
+    for name in dict.fromkeys(p.settings.label for p in board):
+        tally = Counter(p.standing for p in board if p.settings.label == name)
         counts.add_row(name, *(str(tally[standing] or "") for standing in Standing))
     running = Table(box=None)
     for heading in ("running", "epoch", "validation loss"):
@@ -162,13 +180,13 @@ def _picture(board: Sequence[Progress]) -> Group:
 
 def _describe(settings: Settings) -> str:
     betas = f" β {settings.beta1:g}, {settings.beta2:g}" if settings.beta1 or settings.beta2 else ""
-    return f"{settings.optimizer} lr {power(settings.lr)}{betas} seed {settings.seed}"
+    return f"{settings.label} lr {power(settings.lr)}{betas} seed {settings.seed}"
 
 
 def _show(found: Sweep, task: str, out: Path) -> None:
     rows, counts = [], set()
     for name, best in found.chosen.items():
-        runs = [Run(p.folder) for p in found.repeated if p.settings.optimizer == name and p.has_ended]
+        runs = [Run(p.folder) for p in found.repeated if p.settings.label == name and p.has_ended]
         histories = [history for history in map(read_history, runs) if history is not None]
         if not histories:
             continue

@@ -17,7 +17,8 @@ from rich.progress import Progress, TaskID
 from rich.table import Table
 
 from ..memory import keep_freed_memory
-from ..optimizers import OPTIMIZERS, best_settings
+from ..optimizers import OPTIMIZERS, best_settings, require_fitting
+from ..options import Options
 from ..processes import Team
 from ..runs import DamagedRunError, OtherRunError, Run
 from ..tasks.archives import DataError
@@ -26,6 +27,7 @@ from ..training import Settings, Watch, folder_of
 from ..training import train as train_one
 from ..wording import power
 from .console import clear_errors, not_below, progress_bar, show, stop
+from .optimizer_options import Bound, Eps, Every, Rank, TrustRegion, one_combination
 
 
 def train(
@@ -44,6 +46,11 @@ def train(
             help="Another value for a field of the task, such as activation=relu, width=0.5, variant=deepobs."
         ),
     ] = None,
+    every: Every = None,
+    eps: Eps = None,
+    bound: Bound = None,
+    trust_region: TrustRegion = None,
+    rank: Rank = None,
     data: Annotated[Path | None, typer.Option(help="Folder with the data as torchvision lays it out.")] = None,
     out: Annotated[Path, typer.Option(help="Folder below which the runs go.")] = Path("runs/train"),
     threads: Annotated[int, typer.Option(callback=not_below(1), help="Threads of torch.")] = 1,
@@ -58,6 +65,7 @@ def train(
     Examples:
       hesscale train digits --optimizer AdaHesScale --seeds 3
       hesscale train mnist-mlp --optimizer Adam --epochs 20 --data DIR
+      hesscale train mnist-mlp --every 10 --bound 1 --lr 1e-3
       hesscale train cifar10-3c3d --optimizer SGD --field activation=relu --subset 5000
       torchrun --nproc-per-node 2 -m hesscale_lab.cli train cifar100-allcnnc
     """
@@ -65,8 +73,10 @@ def train(
         stop("choose one of --seed and --seeds", code=2)
     wanted = [seed or 0] if seeds is None else list(range(seeds))
     numbers = {"lr": lr, "beta1": beta1, "beta2": beta2}
+    texts = {"every": every, "eps": eps, "bound": bound, "trust_region": trust_region, "rank": rank}
     try:
-        first = _settings(task, optimizer, numbers, field or (), epochs=epochs, subset=subset)
+        options = one_combination(texts)
+        first = _settings(task, optimizer, numbers, field or (), options, epochs=epochs, subset=subset)
     except ValueError as error:
         stop(str(error), code=2)
     torch.set_num_threads(threads)
@@ -83,6 +93,7 @@ def _settings(
     optimizer: str,
     numbers: Mapping[str, float | None],
     fields: Sequence[str],
+    options: Options,
     *,
     epochs: int | None,
     subset: int | None,
@@ -92,8 +103,9 @@ def _settings(
     row, best = task_named(task).with_fields(changed), best_settings(task, optimizer)
     chosen: dict[str, Any] = {name: getattr(best, name) if value is None else value for name, value in numbers.items()}
     _refuse_bad_numbers(chosen)
+    require_fitting(optimizer, options)
     length = row.epochs if epochs is None else epochs
-    return Settings(task, optimizer, **chosen, seed=0, epochs=length, subset=subset, fields=changed)
+    return Settings(task, optimizer, **chosen, seed=0, epochs=length, subset=subset, fields=changed, options=options)
 
 
 def _refuse_bad_numbers(chosen: Mapping[str, float]) -> None:
@@ -178,7 +190,7 @@ def _line_for(settings: Settings) -> Watch:
 
 def _show(all_settings: Sequence[Settings], runs: Sequence[Run]) -> None:
     first = all_settings[0]
-    title = f"{first.task}, {first.optimizer}: lr {power(first.lr)}, β₁ {first.beta1:g}, β₂ {first.beta2:g}"
+    title = f"{first.task}, {first.label}: lr {power(first.lr)}, β₁ {first.beta1:g}, β₂ {first.beta2:g}"
     headings = ("seed", "epochs", "train loss", "valid loss", "test loss", "test accuracy", "s/epoch")
     rows = [_row(settings, run) for settings, run in zip(all_settings, runs, strict=True)]
     show(Table(title=title), headings, rows)

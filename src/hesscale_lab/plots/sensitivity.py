@@ -28,7 +28,7 @@ def draw(experiment: Experiment, *, columns: int | None = None) -> Figure:
     beta2s = len({beta2 for _, beta2 in pairs})
     columns = min(columns or beta2s, len(pairs))
     rows = -(-len(pairs) // columns)
-    shown = styles(series.optimizer for series in experiment.series)
+    shown = styles(series.label for series in experiment.series)
     wide = columns > 1
     legend_columns = 4 if columns > 2 else 2
     height = 2.9 * rows + 0.25 * -(-len(shown) // legend_columns) + 0.3
@@ -59,7 +59,7 @@ def _draw_pair(
     axes: Axes, pair: tuple[float, float], series: tuple[Series, ...], shown: dict[str, tuple[str, str]]
 ) -> None:
     for name, (color, marker) in shown.items():
-        own = [s for s in series if s.optimizer == name and (s.beta1, s.beta2) in (pair, (0.0, 0.0))]
+        own = [s for s in series if s.label == name and (s.beta1, s.beta2) in (pair, (0.0, 0.0))]
         own.sort(key=lambda s: s.lr)
         finals = [s.values[METRIC][-1] for s in own]
         lrs, means = [s.lr for s in own], [value.mean for value in finals]

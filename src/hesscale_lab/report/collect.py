@@ -27,6 +27,7 @@ class Series:
     lr: float
     beta1: float
     beta2: float
+    options: str
     seeds: tuple[int, ...]
     values: Mapping[str, tuple[Estimate, ...]]
     seconds: tuple[float, ...]  # mean over the runs that came so far; nan if none did
@@ -40,6 +41,11 @@ class Series:
     def epochs(self) -> int:
         """The last epoch."""
         return len(self.seconds) - 1
+
+    @property
+    def label(self) -> str:
+        """The optimizer with its options: what has a curve of its own."""
+        return f"{self.optimizer} {self.options}".rstrip()
 
     @property
     def setting(self) -> str:
@@ -88,10 +94,10 @@ class Experiment:
 
     @cached_property
     def chosen(self) -> dict[str, Series]:
-        """One setting per optimizer: the one with the most seeds; among equals, with the smallest area."""
+        """One setting per optimizer and its options: with the most seeds; among equals, with the smallest area."""
         chosen: dict[str, Series] = {}
-        for name in styles(series.optimizer for series in self.series):
-            own = [series for series in self.series if series.optimizer == name]
+        for name in styles(series.label for series in self.series):
+            own = [series for series in self.series if series.label == name]
             chosen[name] = min(own, key=lambda series: (-len(series.seeds), series.area.mean))
         return chosen
 

@@ -1,9 +1,8 @@
-"""The kinds of studies a report knows: how to tell them, what their records must have, what is drawn and tabulated."""
+"""The kinds of studies a report knows, as a table."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
@@ -11,26 +10,11 @@ from ..plots import approximation_quality as quality_plot
 from ..plots import cost as cost_plot
 from ..plots import error_per_time as time_plot
 from ..plots.drawn import Config, Drawn, Records
-from ..studies import approximation_quality, cost, error_per_time, stability
-from ..studies.reading import Checks
-from .stability_tables import stability_tables
+from ..studies import approximation_quality, cost, error_per_time
+from ..study_table import STUDIES
+from .kind import Kind as Kind
 from .study_tables import cost_tables, quality_tables, time_tables
 from .table import Table
-
-
-@dataclass(frozen=True)
-class Kind:
-    """One row of the table below."""
-
-    name: str  # of its command
-    settings: Sequence[tuple[str, type]]  # of its config.json, by which it is known, and which readers need
-    checks: Checks
-    figures: Callable[[Config, Records], Iterator[Drawn]]
-    tables: Callable[[Config, Records], Iterator[Table]]
-
-    def made(self, config: Config) -> bool:
-        """Whether a run of this kind has these settings."""
-        return all(isinstance(config.get(name), kind) for name, kind in self.settings)
 
 
 def _quality_figures(config: Config, records: Records) -> Iterator[Drawn]:
@@ -49,15 +33,8 @@ QUALITY = Kind(
     _quality_tables,
 )
 COST = Kind("cost", (("optimizers", list), ("threads", int)), cost.CHECKS, cost_plot.figures, cost_tables)
-STABILITY = Kind(
-    "study stability",
-    (("networks", list), ("rates", list)),
-    {"stability": stability.is_record},
-    lambda config, records: iter(()),
-    stability_tables,
-)
 
-KINDS = (QUALITY, COST, STABILITY)
+KINDS = (QUALITY, COST, *(study.kind for study in STUDIES.values()))
 
 
 def kind_of(config: dict[str, Any]) -> Kind | None:

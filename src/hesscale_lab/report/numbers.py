@@ -43,13 +43,13 @@ def _trainings(experiments: Iterable[Experiment]) -> Iterator[Row]:
     for experiment in experiments:
         common = {"task": experiment.task, "subset": experiment.subset, "fields": experiment.fields}
         for series in experiment.series:
-            chosen = int(experiment.chosen[series.optimizer] is series)
+            chosen = int(experiment.chosen[series.label] is series)
             for row in _epochs(series):
                 yield {**common, "of_epochs": experiment.epochs, "chosen": chosen, **row}
 
 
 def _epochs(series: Series) -> Iterator[Row]:
-    setting = {name: getattr(series, name) for name in ("optimizer", "lr", "beta1", "beta2", "not_finite")}
+    setting = {name: getattr(series, name) for name in ("optimizer", "options", "lr", "beta1", "beta2", "not_finite")}
     for epoch in range(series.epochs + 1):
         row = {**setting, "seeds": len(series.seeds), "epoch": epoch, "seconds": _known(series.seconds[epoch])}
         for name in METRICS:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from ..histories import History, read_history
 from ..optimizers import EARLIER_NAMES
+from ..options import words
 from ..runs import CONFIG, ENVIRONMENT, METRICS, Run
 from ..studies.reading import Record, read
 from .kinds import Kind, kind_of
@@ -37,6 +38,7 @@ class Setting(NamedTuple):
     lr: float
     beta1: float
     beta2: float
+    options: str  # of the optimizer, where they are not what is usual
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,14 @@ def _setting(config: Config) -> Setting:
     lr, beta1, beta2 = (_number(config, key) for key in ("lr", "beta1", "beta2"))
     if not lr > 0:
         raise ValueError(f"its lr is {lr}")
-    return Setting(EARLIER_NAMES.get(name, name), lr, beta1, beta2)
+    return Setting(EARLIER_NAMES.get(name, name), lr, beta1, beta2, _options(config))
+
+
+def _options(config: Config) -> str:
+    options = config.get("options") or {}
+    if not isinstance(options, Mapping):
+        raise ValueError(f"its options are {options!r:.60}")
+    return _printable("options", " ".join(words(sorted(options.items()))))
 
 
 def _number(config: Config, name: str) -> float:

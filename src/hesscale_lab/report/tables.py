@@ -53,7 +53,7 @@ def final_table(experiment: Experiment, paper: Mapping[str, PaperCurve]) -> Tabl
 
 def _final_row(series: Series) -> tuple[str, ...]:
     return (
-        series.optimizer,
+        series.label,
         power(series.lr),
         _betas(series),
         str(len(series.seeds)) + (f" (at epoch {series.epochs})" if series.unfinished >= len(series.seeds) else ""),
@@ -85,10 +85,10 @@ def _paper_cells(curve: PaperCurve | None, epoch: int) -> tuple[str, str]:
 def settings_table(experiment: Experiment) -> Table:
     """Every setting of a search, best first for each optimizer."""
     order = list(experiment.chosen)
-    series = sorted(experiment.series, key=lambda s: (order.index(s.optimizer), s.area.mean))
+    series = sorted(experiment.series, key=lambda s: (order.index(s.label), s.area.mean))
     rows = tuple(
         (
-            s.optimizer,
+            s.label,
             power(s.lr),
             _betas(s),
             str(len(s.seeds)),

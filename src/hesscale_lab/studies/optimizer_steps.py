@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -150,20 +151,48 @@ def _pytorch_optimizer_adahessian(problem: Problem) -> Step:
     return Step(_twice_differentiable(problem), backward, optimizer.step, optimizer.zero_grad)
 
 
+def _compiled_loss(problem: Problem) -> Callable[[], Tensor]:
+    """Network and loss, compiled by torch.compile for this problem alone.
+
+    The code object is a copy: by code objects torch.compile counts what it has compiled before, gives up after eight
+    times, and makes sizes dynamic that have changed.
+    """
+    loss = FunctionType(Problem.loss.__code__.replace(), Problem.loss.__globals__)
+    return functools.partial(torch.compile(loss, dynamic=False), problem)
+
+
 def _compiled_first_order(problem: Problem) -> Step:
     """Adam on a network and a loss that torch.compile has compiled."""
     optimizer = torch.optim.Adam(problem.network.parameters(), lr=STEP_SIZE)
-    return Step(torch.compile(problem.loss), Tensor.backward, optimizer.step, optimizer.zero_grad)
+    return Step(_compiled_loss(problem), Tensor.backward, optimizer.step, optimizer.zero_grad)
 
 
 def _compiled_second_order(problem: Problem, backend: str = "inductor") -> Step:
     """``optimizer.compile``: forward and backward are one, and count as backward."""
     optimizer = hesscale.AdaHesScale(problem.network.parameters(), lr=STEP_SIZE)
-    step = optimizer.compile(lambda model, x, y: F.cross_entropy(model(x), y), problem.network, backend=backend)
+    return _one_graph(problem, optimizer.compile(_loss, problem.network, backend=backend), optimizer.step)
+
+
+def _pass(problem: Problem, backend: str = "") -> Step:
+    """Forward and backward, without an optimizer."""
+    forward = _compiled_loss(problem) if backend else problem.loss
+    return Step(forward, Tensor.backward, lambda: None, problem.network.zero_grad)
+
+
+def _curvature_pass(problem: Problem, backend: str = "") -> Step:
+    """Forward, backward and curvature, without an optimizer."""
+    if backend:
+        return _one_graph(problem, hesscale.compile(_loss, problem.network, backend=backend), lambda: None)
+    return Step(problem.loss, hesscale.backward, lambda: None, problem.network.zero_grad)
+
+
+def _one_graph(problem: Problem, step: Callable[..., Any], update: Callable[[], Any]) -> Step:
     nothing = torch.zeros(())
-    return Step(
-        lambda: nothing, lambda loss: step(problem.inputs, problem.targets), optimizer.step, optimizer.zero_grad
-    )
+    return Step(lambda: nothing, lambda loss: step(problem.inputs, problem.targets), update, problem.network.zero_grad)
+
+
+def _loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(model(inputs), targets)
 
 
 def _row(name: str, make: Callable[..., Step], kind: Callable[..., Any], *, period: int = 1, **options: Any) -> Method:
@@ -204,6 +233,10 @@ COMPILED: tuple[Method, ...] = (
     *(method for method in METHODS if method.name in (UNIT, HARDEST, "AdaHesScale")),
     Method("Adam compiled", _compiled_first_order),
     Method("AdaHesScale compiled", _compiled_second_order),
+    Method("plain pass", _pass),
+    Method("plain pass compiled", functools.partial(_pass, backend="inductor")),
+    Method("curvature pass", _curvature_pass),
+    Method("curvature pass compiled", functools.partial(_curvature_pass, backend="inductor")),
 )
 """What ``--compiled`` compares."""
 

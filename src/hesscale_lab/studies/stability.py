@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +23,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import hesscale
 from hesscale.optim import CurvatureScaled
 
-from ..tasks.small_networks import DATA, SmallNetwork
+from ..tasks.small_networks import DATA, SMALL_NETWORKS, SmallNetwork
+from ..tasks.tiny_transformers import tiny_transformers
 from .reading import Record, is_size
 
 STEPS = 20
@@ -31,6 +33,7 @@ CELLS = ((2, DATA[0]), (32, DATA[1]), (8, DATA[0]), (32, DATA[0]), (8, DATA[1]))
 """Batch sizes and data."""
 BOUNDS = (None, 1.0, 3.0, 10.0)
 
+_QUICK = 8  # every so many networks are in the quick version
 _APART = 64  # examples whose loss counts where data can be learnt
 _GAMMA = 0.05  # of Sophia-G, for language models of 125 million parameters
 
@@ -62,6 +65,30 @@ def _methods() -> dict[str, Make]:
 
 
 METHODS: Mapping[str, Make] = _methods()
+
+
+def networks() -> dict[str, SmallNetwork]:
+    """All that take part, by name; those of the transformers library where it is installed."""
+    return {**SMALL_NETWORKS, **tiny_transformers()}
+
+
+def settings(quick: bool) -> dict[str, Any]:
+    """What config.json says; quick: every eighth network."""
+    chosen = [*networks()][:: _QUICK if quick else 1]
+    return {"networks": chosen, "optimizers": [*METHODS], "rates": [*RATES], "steps": STEPS}
+
+
+def cells(config: Mapping[str, Any]) -> list[tuple[str, int, str]]:
+    """Network, batch size and data. All networks once before any of them again: a run cut short has seen them all."""
+    return [(name, batch, data) for batch, data in CELLS for name in config["networks"]]
+
+
+def measure_cell(
+    cell: tuple[Any, ...], config: Mapping[str, Any], *, data: Path | None, folder: Path
+) -> Iterator[dict[str, Any]]:
+    """The records of one cell; data is made, not read."""
+    name, batch, kind = cell
+    return measure(name, networks()[name], batch=batch, data=kind)
 
 
 def measure(name: str, network: SmallNetwork, *, batch: int, data: str, seed: int = 0) -> Iterator[dict[str, Any]]:

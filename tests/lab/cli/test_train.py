@@ -42,6 +42,29 @@ def test_it_trains_each_seed_and_prints_a_table(tmp_path: Path) -> None:
     assert config["command"].endswith("--seed 1 --epochs 1 --field activation=relu")
 
 
+def test_options_are_part_of_what_a_run_is(tmp_path: Path) -> None:
+    options = ("--every", 10, "--bound", 1, "--eps", 1e-6, "--rank", "full", "--trust-region", 0.1)
+    code, printed, _ = command("digits", "--epochs", 1, *options, "--out", tmp_path)
+    assert code == 0
+    assert "digits, AdaHesScale bound=1 eps=1e-06 every=10 rank=full trust_region=0.1: lr" in printed
+    (path,) = tmp_path.rglob("config.json")
+    name = "lr1e-02-b0.9-b0.999-e1-bound=1-eps=1e-06-every=10-rank=full-trust_region=0.1"
+    assert path.parent.parent.name == name
+    config = json.loads(path.read_text())
+    assert config["options"] == {"bound": 1.0, "eps": 1e-6, "every": 10, "rank": "full", "trust_region": 0.1}
+    assert "--bound 1 --eps 1e-06 --every 10 --rank full --trust-region 0.1" in config["command"]
+    assert command(*config["command"].split()[2:], "--out", tmp_path)[2] == ""  # the same run, and it is finished
+
+
+def test_usual_values_leave_a_run_its_name(tmp_path: Path) -> None:
+    usual = ("--every", 1, "--bound", "none", "--eps", 1e-8, "--rank", 0, "--trust-region", "none")
+    assert command("digits", "--epochs", 1, "--out", tmp_path)[0] == 0
+    (path,) = tmp_path.rglob("config.json")
+    assert "options" not in json.loads(path.read_text())  # as runs of before have it
+    assert command("digits", "--epochs", 1, *usual, "--out", tmp_path)[2] == ""
+    assert list(tmp_path.rglob("config.json")) == [path]
+
+
 def test_a_run_that_is_stopped_says_so(tmp_path: Path) -> None:
     code, printed, _ = command("digits", "--optimizer", "SGD", "--lr", 1e38, "--epochs", 2, "--out", tmp_path)
     assert code == 0
@@ -63,6 +86,18 @@ def test_a_run_that_is_stopped_says_so(tmp_path: Path) -> None:
         (("digits", "--beta2", 1), "--beta2 must be at least 0 and below 1, not 1.0"),
         (("digits", "--seeds", 0), "--seeds must be at least 1, not 0"),
         (("digits", "--seeds", 2, "--seed", 1), "choose one of --seed and --seeds"),
+        (("digits", "--every", 0), "--every must be a whole number of steps, 1 or more, not '0'"),
+        (("digits", "--eps", "x"), "--eps must be a positive number, not 'x'"),
+        (
+            ("digits", "--bound", "nan"),
+            "--bound must be a positive number, or none for the paper's algorithm, not 'nan'",
+        ),
+        (("digits", "--trust-region", -1), "--trust-region must be a positive number, or none, not '-1'"),
+        (("digits", "--rank", "all"), "--rank must be a whole number of columns, 0 or more, or full, not 'all'"),
+        (("digits", "--every", "1,10"), "--every is one value here, not '1,10': hesscale sweep takes several"),
+        (("digits", "--optimizer", "Adam", "--rank", 1), "Adam takes no rank: its options are eps"),
+        (("digits", "--optimizer", "AdaHessian", "--rank", "full"), "AdaHessian takes no rank: its options are every"),
+        (("digits", "--optimizer", "SGD", "--eps", 1), "SGD takes no eps: its options are none of these"),
         (("digits", "--subset", 5000), "there are 1200 training images, not 5000"),
     ],
 )

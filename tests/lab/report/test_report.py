@@ -15,6 +15,7 @@ import typer
 from typer.testing import CliRunner
 
 from hesscale_lab.cli.report import report as report_command
+from hesscale_lab.optimizers import PAPERS
 from hesscale_lab.plots import learning_curves, sensitivity
 from hesscale_lab.plots.colors import STYLES, styles
 from hesscale_lab.plots.learning_curves import Against
@@ -67,6 +68,23 @@ class Page(HTMLParser):
 
     def named(self, tag: str) -> list[dict[str, str | None]]:
         return [attributes for name, attributes in self.elements if name == tag]
+
+
+def test_an_optimizer_with_options_has_a_curve_of_its_own(tmp_path: Path) -> None:
+    for options, loss in (((), 1.0), ((("every", 10),), 0.5), ((("every", 2),), 0.25)):
+        make_seeds(tmp_path, replace(ADAM, optimizer="AdaHesScale", options=options), [[2, 1, 1, loss]] * 2)
+    experiment = only(tmp_path)
+    assert list(experiment.chosen) == ["AdaHesScale", "AdaHesScale every=2", "AdaHesScale every=10"]
+    assert [s.values["test_loss"][-1].mean for s in experiment.chosen.values()] == [1, 0.25, 0.5]
+    assert not experiment.is_search
+    looks = styles(experiment.chosen)
+    assert looks["AdaHesScale"] == STYLES["AdaHesScale"] and len(set(looks.values())) == 3
+    assert report(tmp_path, "--out", tmp_path / "out")[0] == 0
+    assert "AdaHesScale every=10" in (tmp_path / "out" / "report.html").read_text()
+    rows = list(csv.DictReader((tmp_path / "out" / "report.csv").read_text().splitlines()))
+    assert {(row["optimizer"], row["options"]) for row in rows} == {
+        ("AdaHesScale", words) for words in ("", "every=2", "every=10")
+    }
 
 
 def test_means_and_standard_errors_by_hand(tmp_path: Path) -> None:
@@ -175,7 +193,7 @@ def test_optimizers_keep_their_colors() -> None:
 
 def test_the_papers_curves() -> None:
     mnist = paper_curves("mnist-mlp")
-    assert set(mnist) == set(STYLES)
+    assert set(mnist) == set(PAPERS)
     ours = mnist["AdaHesScale"]
     assert (ours.lr, ours.beta1, ours.beta2, ours.seeds, ours.epochs) == (1e-4, 0.0, 0.9999, 30, 100)
     assert ours.values["test_accuracy"][100].mean == pytest.approx(0.9818, abs=5e-5)

@@ -318,11 +318,14 @@ def test_a_compiled_step_leaves_no_gradient_either() -> None:
 
 
 def test_compiled_passes_are_measured_beside_eager_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    by_eager = functools.partial(optimizer_steps._compiled_second_order, backend="eager")
+    by_eager = {
+        "AdaHesScale compiled": functools.partial(optimizer_steps._compiled_second_order, backend="eager"),
+        "curvature pass compiled": functools.partial(optimizer_steps._curvature_pass, backend="eager"),
+    }
     methods = [
-        replace(method, step=by_eager) if method.name == "AdaHesScale compiled" else method
+        replace(method, step=by_eager.get(method.name, method.step))
         for method in optimizer_steps.COMPILED
-        if method.name != "Adam compiled"
+        if method.name not in ("Adam compiled", "plain pass compiled")
     ]
     monkeypatch.setattr("hesscale_lab.cli.cost.COMPILED", methods)
     monkeypatch.setattr(cost_networks, "COMPILED", (TINY[3],))

@@ -1,0 +1,58 @@
+"""The studies of ``hesscale study`` as a table: a new one is a file in ``studies`` and a row here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from .report.kind import Kind, no_figures
+from .report.stability_tables import as_csv as stability_csv
+from .report.stability_tables import stability_tables
+from .studies import stability
+from .studies.reading import Record
+
+Cell = tuple[Any, ...]
+"""What is measured at once, and never again: after an interrupt a run goes on with the next."""
+
+
+class Measure(Protocol):
+    """The records of a cell, each of which names the cell in its fields ``Study.keys``."""
+
+    def __call__(
+        self, cell: Cell, config: Mapping[str, Any], *, data: Path | None, folder: Path
+    ) -> Iterable[Mapping[str, Any]]:
+        """Measures; ``data`` is what --data says, ``folder`` the run's, where a study may keep what it trains."""
+
+
+@dataclass(frozen=True)
+class Study:
+    """One row of the table."""
+
+    summary: str  # for --help: what it finds out, and how long that takes
+    settings: Callable[[bool], Mapping[str, Any]]  # from --quick to what config.json says: cells follow from it
+    cells: Callable[[Mapping[str, Any]], Iterable[Cell]]  # of these settings, in the order in which they are measured
+    keys: tuple[str, ...]  # the fields of a record that say which cell it belongs to
+    measure: Measure
+    csv: Callable[[Sequence[Record]], str]  # the one table, written into the run's folder
+    kind: Kind
+
+
+STUDIES: Mapping[str, Study] = {
+    "stability": Study(
+        "which optimizers survive being dropped in: twenty steps on small networks of all common kinds (half an hour)",
+        stability.settings,
+        stability.cells,
+        ("network", "batch", "data"),
+        stability.measure_cell,
+        stability_csv,
+        Kind(
+            "study stability",
+            (("networks", list), ("rates", list)),
+            {"stability": stability.is_record},
+            no_figures,
+            stability_tables,
+        ),
+    ),
+}
