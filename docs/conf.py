@@ -1,0 +1,74 @@
+"""How Sphinx makes the site of docs/: which extensions, how it looks, and where links out of docs/ lead."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import hesscale
+
+ROOT = Path(__file__).parent.parent
+SOURCES = "https://github.com/hesscale/hesscale/blob/main"
+
+project = "hesscale"
+author = "The hesscale authors"
+copyright = author
+version = release = hesscale.__version__
+
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+    "sphinx_gallery.gen_gallery",
+]
+nitpicky = False  # signatures name torch's types, and the site is built without a network
+
+myst_heading_anchors = 3
+myst_enable_extensions = ["deflist"]
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_preserve_defaults = True
+python_maximum_signature_line_length = 88
+
+sphinx_gallery_conf = {
+    "examples_dirs": "../examples/gallery",
+    "gallery_dirs": "gallery",
+    "filename_pattern": r"\.py$",
+    "within_subsection_order": "FileNameSortKey",
+    "show_signature": False,
+    "remove_config_comments": True,
+    "min_reported_time": 1,
+    "abort_on_example_error": True,
+}
+copybutton_exclude = ".linenos, .gp, .go"
+
+html_theme = "furo"
+html_title = "hesscale"
+html_show_copyright = False
+html_theme_options = {
+    "source_repository": "https://github.com/hesscale/hesscale/",
+    "source_branch": "main",
+    "source_directory": "docs/",
+    "footer_icons": [],
+}
+html_static_path = ["_static"]
+html_css_files = ["wide-tables.css"]
+pygments_style = "friendly"
+pygments_dark_style = "native"
+
+
+def to_repository(text: str) -> str:
+    """The text, with links to files of the repository outside docs/ leading there; pictures are copied by Sphinx."""
+    return re.sub(r"(?<!!)(\[[^\]]*\])\(\.\./([^)#]+)", rf"\1({SOURCES}/\2", text)
+
+
+def setup(app: Any) -> None:
+    """Sphinx calls this; a page is rewritten when it has been read."""
+
+    def rewrite(app: Any, name: str, content: list[str]) -> None:
+        content[0] = to_repository(content[0])
+
+    app.connect("source-read", rewrite)
