@@ -108,5 +108,6 @@ def _row(layer: Layer) -> tuple[str, ...]:
         f"{layer.size:,}",
         *(f"{value:.3g}" for value in numbers),
         *(f"{share:.1%}" for share in shares),
-        *(f"{layer.sensitivity[bits]:.2g}" for bits in BITS),
+        # a range of 0 times a negative trace would print as -0
+        *(f"{layer.sensitivity[bits] + 0.0:.2g}" for bits in BITS),
     )
