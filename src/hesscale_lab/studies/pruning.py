@@ -257,12 +257,12 @@ def removals(model: nn.Module, batches: Batches, *, count: int, generator: torch
     }
     start, changes = F.cross_entropy(exact(x), y), []
     for name, own in places.items():
-        flat = weights[name].view(-1)
-        for place in own.tolist():
-            kept = flat[place].clone()
-            flat[place] = 0
+        w = weights[name]
+        for place in zip(*(index.tolist() for index in torch.unravel_index(own, w.shape)), strict=True):
+            kept = w[place].clone()
+            w[place] = 0
             changes.append(F.cross_entropy(exact(x), y) - start)
-            flat[place] = kept
+            w[place] = kept
     return Removals(places, torch.stack(changes))
 
 
