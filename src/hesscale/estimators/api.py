@@ -93,7 +93,7 @@ def estimate_over(
     totals: dict[str, Tensor] = {}
     count = 0
     for done, batch in enumerate(loader, start=1):
-        examples = _examples(*_pair(batch)) if size is None else size(batch)
+        examples = examples_in(*_pair(batch)) if size is None else size(batch)
         found = estimate(method, model, loss_fn, batch, params=params, samples=samples, rank=rank, generator=generator)
         count += examples
         for name, s in found.items():
@@ -121,7 +121,7 @@ def _pair(batch: Any) -> tuple[Any, Any]:
     return batch[0], batch[1]
 
 
-def _examples(inputs: Any, targets: Any) -> int:
+def examples_in(inputs: Any, targets: Any) -> int:
     """The length that all tensors of the targets have in common, or those of the inputs if there are none."""
     lengths = set(_lengths(targets)) or set(_lengths(inputs))
     if len(lengths) != 1:
