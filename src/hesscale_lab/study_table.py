@@ -8,11 +8,18 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from .plots import step_sizes
+from .plots.continual import figures as continual_figures
+from .plots.pruning import figures as pruning_figures
+from .report.continual_tables import as_csv as continual_csv
+from .report.continual_tables import continual_tables
 from .report.kind import Kind, no_figures
+from .report.laplace_tables import laplace_csv, laplace_tables
+from .report.pruning_tables import as_csv as pruning_csv
+from .report.pruning_tables import pruning_tables
 from .report.reinforcement_tables import reinforcement_csv, reinforcement_tables
 from .report.stability_tables import as_csv as stability_csv
 from .report.stability_tables import stability_tables
-from .studies import reinforcement, stability
+from .studies import continual, laplace, pruning, reinforcement, stability
 from .studies.reading import Record
 
 Cell = tuple[Any, ...]
@@ -57,6 +64,36 @@ STUDIES: Mapping[str, Study] = {
             stability_tables,
         ),
     ),
+    "pruning": Study(
+        "which saliency prunes MLPs on MNIST and a CNN on CIFAR-10 best (25 minutes)",
+        pruning.settings,
+        pruning.cells,
+        ("network", "seed"),
+        pruning.measure_cell,
+        pruning_csv,
+        Kind(
+            "study pruning",
+            (("subjects", list), ("saliencies", list), ("sparsities", list)),
+            {"pruning": pruning.is_record},
+            pruning_figures,
+            pruning_tables,
+        ),
+    ),
+    "continual": Study(
+        "what forgets least over five tasks of permuted and split MNIST (25 minutes)",
+        continual.settings,
+        continual.cells,
+        ("benchmark", "method"),
+        continual.measure_cell,
+        continual_csv,
+        Kind(
+            "study continual",
+            (("benchmarks", list), ("methods", list), ("strengths", list)),
+            {"continual": continual.is_record},
+            continual_figures,
+            continual_tables,
+        ),
+    ),
     "reinforcement": Study(
         "how returns of A2C and PPO depend on the step size, with and without a trust region (an hour)",
         reinforcement.settings,
@@ -70,6 +107,21 @@ STUDIES: Mapping[str, Study] = {
             {"reinforcement": reinforcement.is_record},
             step_sizes.figures,
             reinforcement_tables,
+        ),
+    ),
+    "laplace": Study(
+        "how well diagonals of several kinds tell a network on MNIST what it does not know (a quarter of an hour)",
+        laplace.settings,
+        laplace.cells,
+        ("seed",),
+        laplace.measure_cell,
+        laplace_csv,
+        Kind(
+            "study laplace",
+            (("diagonals", list), ("seeds", list), ("tested", int)),
+            {"laplace": laplace.is_record},
+            no_figures,
+            laplace_tables,
         ),
     ),
 }

@@ -4,4 +4,6 @@ Each module takes ``(model, loss_fn, batches)`` and the options of ``diagonal_ov
 ``diagonal=`` computed elsewhere.
 """
 
+from . import consolidation as consolidation
+from . import pruning as pruning
 from .over_batches import diagonal_over as diagonal_over

@@ -200,9 +200,9 @@ class Posterior:
         totals = dict.fromkeys(grid, 0.0)
         device = next(iter(self.mean.values())).device
         for inputs, targets in on_device([*batches], device):
-            jacobians = [*self._jacobians(inputs)]
+            jacobians = [*self.jacobians(inputs)]
             for tau in grid:
-                probabilities = torch.cat([self.with_prior(tau)._probit(f, js) for f, js in jacobians])
+                probabilities = torch.cat([probit(f, self.with_prior(tau)._spread(js)) for f, js in jacobians])
                 chosen = probabilities.gather(1, targets[:, None]).clamp(min=1e-30)
                 totals[tau] -= float(chosen.log().sum())
         if not any(totals.values()):
@@ -220,9 +220,9 @@ class Posterior:
             if self.likelihood == "classification":
                 return draws.softmax(-1).mean(0)
             return draws.mean(0), draws.var(0, correction=0) + self.noise
-        parts = [*self._jacobians(inputs)]
+        parts = [*self.jacobians(inputs)]
         if self.likelihood == "classification":
-            return torch.cat([self._probit(f, js) for f, js in parts])
+            return torch.cat([probit(f, self._spread(js)) for f, js in parts])
         return torch.cat([f for f, _ in parts]), torch.cat([self._spread(js) for _, js in parts]) + self.noise
 
     @torch.no_grad()
@@ -244,20 +244,16 @@ class Posterior:
         variance = self.variance
         parts = [
             sum(torch.einsum("ncp,p,nkp->nck", js[name], variance[name].flatten(), js[name]) for name in js)
-            for _, js in self._jacobians(inputs)
+            for _, js in self.jacobians(inputs)
         ]
         return torch.cat([part for part in parts if isinstance(part, Tensor)])
-
-    def _probit(self, f: Tensor, jacobians: Mapping[str, Tensor]) -> Tensor:
-        """softmax(f / √(1 + π/8 var)), entry by entry."""
-        return (f / (1 + math.pi / 8 * self._spread(jacobians)).sqrt()).softmax(-1)
 
     def _spread(self, jacobians: Mapping[str, Tensor]) -> Tensor:
         """The diagonal [batch, outputs] of the functional variance."""
         parts = [js.square() @ self.variance[name].flatten() for name, js in jacobians.items()]
         return torch.stack(parts).sum(0)
 
-    def _jacobians(self, inputs: Tensor, chunk: int = 64) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+    def jacobians(self, inputs: Tensor, *, chunk: int = 16) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
         """Outputs [batch, outputs], and by parameter name their Jacobian [batch, outputs, entries], in chunks."""
         mean = {name: value.detach() for name, value in self.mean.items()}
 
@@ -270,6 +266,11 @@ class Posterior:
             with without_traces(self.model):
                 js, f = each(mean, part)
             yield f.detach(), {name: value.detach().flatten(2) for name, value in js.items()}
+
+
+def probit(outputs: Tensor, spread: Tensor) -> Tensor:
+    """softmax(f / √(1 + π/8 var)): the expected probabilities of classes, nearly, for outputs of such variances."""
+    return (outputs / (1 + math.pi / 8 * spread).sqrt()).softmax(-1)
 
 
 def _likeliest(evidence: Sequence[Tensor], mean: Sequence[Tensor]) -> float:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
-from typing import Any, TypedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from typing import Any, TypedDict, Unpack, final
 
 import torch
 from torch import Tensor, nn
 
 from ..columns.dial import Rank
 from ..estimators import estimate_over
-from ..estimators.problem import LossFunction, chosen_parameters
+from ..estimators.api import examples_in, inputs_and_targets
+from ..estimators.problem import LossFunction, Problem, chosen_parameters, without_traces
 
 Batches = Iterable[tuple[Any, Any]]
 """Pairs of inputs and targets: a data loader, or a list of them."""
@@ -67,6 +68,57 @@ def diagonal_over(
         progress=_reporter(batches, progress),
     )
     return finite(found, "the diagonal")
+
+
+def derivatives_over(
+    model: nn.Module, loss_fn: LossFunction | None = None, batches: Batches | None = None, **how: Unpack[How]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Gradient and diagonal of the mean loss over all batches, which are gone through once: an iterator will do."""
+    if loss_fn is None or batches is None:
+        raise TypeError("a gradient is found with loss_fn and batches: pass both")
+    chosen = chosen_parameters(model, how.get("params"))
+    mean = _MeanGradient(model, loss_fn, chosen)
+    how["progress"] = report = _reporter(batches, how.get("progress", False))
+    seen = mean.passing(batches)
+    if how.get("diagonal") is not None:
+        for done, _ in enumerate(seen, start=1):
+            report(done)
+    diagonal = diagonal_over(model, loss_fn, seen, **how)
+    return finite(mean.found(), "the gradient"), diagonal
+
+
+@final
+class _MeanGradient:
+    """The gradient of the mean loss over batches that somebody else goes through."""
+
+    def __init__(self, model: nn.Module, loss_fn: LossFunction, chosen: Mapping[str, Tensor]) -> None:
+        self._model, self._loss_fn, self._chosen = model, loss_fn, chosen
+        self._totals = {name: torch.zeros_like(p) for name, p in chosen.items()}
+        self._count = 0
+
+    def passing(self, batches: Batches) -> Iterator[tuple[Any, Any]]:
+        """The same batches, each counted before it is handed on."""
+        device = next(iter(self._chosen.values())).device
+        for batch in batches:
+            moved = on_device(batch, device)
+            self._add(*inputs_and_targets(moved))
+            yield moved
+
+    def _add(self, inputs: Any, targets: Any) -> None:
+        examples, generator = examples_in(inputs, targets), torch.Generator()
+        problem = Problem(self._model, self._loss_fn, inputs, targets, self._chosen, 1, generator)
+        with without_traces(self._model):
+            loss = problem.loss(problem.outputs())
+            gradients = torch.autograd.grad(loss, problem.tensors, allow_unused=True)
+        self._count += examples
+        for total, gradient in zip(self._totals.values(), gradients, strict=True):
+            if gradient is not None:
+                total.add_(gradient, alpha=examples)
+
+    def found(self) -> dict[str, Tensor]:
+        if not self._count:
+            raise ValueError("the loader gave no examples")
+        return {name: total / self._count for name, total in self._totals.items()}
 
 
 def finite(found: dict[str, Tensor], what: str) -> dict[str, Tensor]:

@@ -57,7 +57,7 @@ def estimate(
         raise ValueError(f"samples must be at least 1, not {samples}")
     if checked_rank(rank) and method not in ("hesscale", "hesscale_gn"):
         raise ValueError(f"rank= goes with 'hesscale' and 'hesscale_gn', not with {method!r}")
-    inputs, targets = _pair(batch)
+    inputs, targets = inputs_and_targets(batch)
     chosen = chosen_parameters(model, params)
     generator = _fresh() if generator is None else generator
     problem = Problem(model, loss_fn, inputs, targets, chosen, samples, generator, rank)
@@ -93,7 +93,7 @@ def estimate_over(
     totals: dict[str, Tensor] = {}
     count = 0
     for done, batch in enumerate(loader, start=1):
-        examples = examples_in(*_pair(batch)) if size is None else size(batch)
+        examples = examples_in(*inputs_and_targets(batch)) if size is None else size(batch)
         found = estimate(method, model, loss_fn, batch, params=params, samples=samples, rank=rank, generator=generator)
         count += examples
         for name, s in found.items():
@@ -111,7 +111,8 @@ def _check_method(method: Any, call: str) -> None:
         raise ValueError(f"unknown method {method!r}: choose one of {', '.join(map(repr, ESTIMATORS))}")
 
 
-def _pair(batch: Any) -> tuple[Any, Any]:
+def inputs_and_targets(batch: Any) -> tuple[Any, Any]:
+    """The two halves of a batch; TypeError if it is no pair."""
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:
         length = f" of length {len(batch)}" if isinstance(batch, (tuple, list)) else ""
         raise TypeError(
