@@ -7,6 +7,7 @@ digits turned by a quarter, and about blotches of noise: of the last two it shou
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib.util
 import warnings
@@ -28,7 +29,9 @@ from ..tasks.table import TASKS
 from .diagonals import DIAGONALS, Batches, Find
 from .reading import Record, is_size
 
-TRAINED, EPOCHS, CURVATURE, HELD_OUT, TESTED, SAMPLES = 20_000, 8, 1000, 256, 1000, 30
+TRAINED, EPOCHS, CURVATURE, HELD_OUT, TESTED, SAMPLES = 20_000, 20, 1000, 200, 500, 30
+TRIED = GRID[::2]
+"""Prior precisions for validation."""
 MAP = "MAP"
 PRIORS = ("likeliest", "validated")
 PREDICTIONS = ("linearized", "sampled")
@@ -49,7 +52,7 @@ def _theirs(backend: str) -> Find:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             options = {"subset_of_weights": "all", "hessian_structure": "diag", "backend": getattr(curvature, backend)}
-            found = package.Laplace(model, "classification", **options)
+            found = package.Laplace(copy.deepcopy(model), "classification", **options)  # it leaves hooks
             found.fit(DataLoader(TensorDataset(x, y), batch_size=50))
         parts = found.H.detach().split([p.numel() for p in model.parameters()])
         return {name: h.view_as(p) / len(y) for (name, p), h in zip(model.named_parameters(), parts, strict=True)}
@@ -167,10 +170,10 @@ Key = tuple[str, str, str]
 def _tuned(found: Mapping[str, Posterior], x: Tensor, y: Tensor) -> dict[tuple[str, str], Posterior]:
     """Each with its likeliest prior, and with that of the grid which predicts held-out images best."""
     tuned = {(name, PRIORS[0]): posterior.with_likeliest_prior() for name, posterior in found.items()}
-    tried = {(name, tau): posterior.with_prior(tau) for name, posterior in found.items() for tau in GRID}
+    tried = {(name, tau): posterior.with_prior(tau) for name, posterior in found.items() for tau in TRIED}
     loss = {key: float(F.nll_loss(p.clamp(min=1e-30).log(), y)) for key, p in _linearized(tried, x).items()}
     for name in found:
-        best = min(GRID, key=lambda tau: loss[name, tau])
+        best = min(TRIED, key=lambda tau: loss[name, tau])
         tuned[name, PRIORS[1]] = tried[name, best]
     return tuned
 
