@@ -31,6 +31,7 @@ myst_enable_extensions = ["deflist"]
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_preserve_defaults = True
+autodoc_type_aliases = {"Tensors": "Tensors", "Rank": "Rank", "Missing": "Missing"}  # as written, not spelled out
 python_maximum_signature_line_length = 88
 
 sphinx_gallery_conf = {
@@ -40,7 +41,8 @@ sphinx_gallery_conf = {
     "within_subsection_order": "FileNameSortKey",
     "show_signature": False,
     "remove_config_comments": True,
-    "min_reported_time": 1,
+    "show_memory": False,
+    "write_computation_times": False,
     "abort_on_example_error": True,
 }
 copybutton_exclude = ".linenos, .gp, .go"
@@ -55,7 +57,7 @@ html_theme_options = {
     "footer_icons": [],
 }
 html_static_path = ["_static"]
-html_css_files = ["wide-tables.css"]
+html_css_files = ["site.css"]
 pygments_style = "friendly"
 pygments_dark_style = "native"
 

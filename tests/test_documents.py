@@ -21,7 +21,31 @@ def test_python_blocks_run(document: Path, monkeypatch: pytest.MonkeyPatch) -> N
         exec(compile(block, f"{document.name}, block {number}", "exec", dont_inherit=True), namespace)
 
 
+HOME = re.compile(r"^https://(?:github\.com/hesscale/hesscale/(?:blob|tree)|raw\.githubusercontent\.com/hesscale/hesscale)/main/")
+SITE = "https://hesscale.github.io/hesscale/"
+
+
+def leads_somewhere(document: Path, target: str) -> bool:
+    """Whether a link within the repository, or to a file of it, or to a page of the site, is right."""
+    if HOME.match(target):
+        return (ROOT / HOME.sub("", target)).exists()
+    if target.startswith(SITE):
+        target, document = target.removeprefix(SITE).replace(".html", ".md") or "index.md", ROOT / "docs" / "index.md"
+    elif ":" in target:
+        return True  # elsewhere
+    if target.startswith("gallery/"):  # made by the build from scripts
+        script = re.sub(r"^images/sphx_glr_|_\d+\.png$|\.md$", "", target.removeprefix("gallery/"))
+        return script == "index" or (ROOT / "examples" / "gallery" / f"{script}.py").exists()
+    return (document.parent / target).exists()
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_links_lead_somewhere(document: Path) -> None:
-    for target in re.findall(r"\]\(([^)#:]+)\)", document.read_text()):
-        assert (document.parent / target).exists(), f"{document.name} links to {target}, which is not there"
+    for target in re.findall(r"\]\(([^)#\s]+)", document.read_text()):
+        assert leads_somewhere(document, target), f"{document.name} links to {target}, which is not there"
+
+
+def test_the_readme_can_be_read_elsewhere() -> None:
+    """A package index shows it without the repository around it."""
+    targets = re.findall(r"\]\(([^)\s]+)\)", (ROOT / "README.md").read_text())
+    assert not [target for target in targets if not target.startswith("https://")]

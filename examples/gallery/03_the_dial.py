@@ -2,8 +2,9 @@
 The dial: rank= from HesScale to Gauss-Newton
 =============================================
 
-HesScale keeps of the loss's own curvature only the diagonal. ``rank=k`` carries its k leading eigenvectors beside the diagonal, each for one
-more product per layer. On trained networks, a few of them take most of the error away.
+HesScale keeps of the loss's own curvature only the diagonal. ``rank=k`` carries its k leading
+eigenvectors beside the diagonal, each for one more product per layer. On trained networks, a few of
+them take most of the error away.
 """
 
 import matplotlib.pyplot as plt
@@ -22,11 +23,13 @@ RANKS = (0, 1, 2, 3, 5, 7, "full")
 
 
 def network(activation: type[nn.Module]) -> nn.Module:
+    """Three layers."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(64, 24), activation(), nn.Linear(24, 24), activation(), nn.Linear(24, 10))
 
 
 def train(model: nn.Module, steps: int) -> None:
+    """Adam on all of the digits."""
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     for _ in range(steps):
         optimizer.zero_grad()

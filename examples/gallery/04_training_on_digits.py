@@ -2,8 +2,8 @@
 AdaHesScale on digits
 =====================
 
-The optimizer beside AdamW and AdaHessian, on scikit-learn's digits, each at three step sizes. One line of the training loop differs:
-``optimizer.backward(loss)`` in place of ``loss.backward()``.
+The optimizer beside AdamW and AdaHessian, on scikit-learn's digits, each at three step sizes. One
+line of the training loop differs: ``optimizer.backward(loss)`` in place of ``loss.backward()``.
 """
 
 import matplotlib.pyplot as plt
@@ -28,6 +28,7 @@ OPTIMIZERS = {
 # %%
 # The loop. ``backward`` is the optimizer's own where it has one.
 def losses(kind, lr: float, options: dict) -> list[float]:
+    """The training loss after each epoch."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 10))
     optimizer = kind(model.parameters(), lr=lr, **options)
@@ -45,7 +46,8 @@ def losses(kind, lr: float, options: dict) -> list[float]:
 
 
 # %%
-# Which is best depends on the task; the site's section on evidence has the paper's tasks, with tuned settings and the losses.
+# Which is best depends on the task; the site's section on evidence has the paper's tasks, with
+# tuned settings and the losses.
 figure, axes = plt.subplots(1, len(OPTIMIZERS), figsize=(9, 3.2), sharey=True, layout="constrained")
 for axis, (name, (kind, lrs, options)) in zip(axes, OPTIMIZERS.items(), strict=True):
     for lr, color in zip(lrs, ("tab:cyan", "tab:blue", "tab:purple"), strict=True):

@@ -2,8 +2,9 @@
 A map of curvature over training
 ================================
 
-Where is a network curved, and when? The mean size of the Hessian's diagonal, parameter by parameter, while a CNN and a transformer learn
-digits. One more backward pass at each point of the map; the training itself is plain Adam.
+Where is a network curved, and when? The mean size of the Hessian's diagonal, parameter by
+parameter, while a CNN and a transformer learn digits. One more backward pass at each point of the
+map; the training itself is plain Adam.
 """
 
 import matplotlib.pyplot as plt
@@ -24,6 +25,8 @@ STEPS, EVERY = 150, 10
 
 
 class Rows(nn.Module):
+    """A transformer whose words are the rows of an image."""
+
     def __init__(self) -> None:
         super().__init__()
         self.read = nn.Linear(8, 32)
@@ -50,6 +53,7 @@ MODELS = {"CNN": cnn, "transformer": Rows()}
 # %%
 # Every few steps, one diagonal, by parameter name, that touches no ``.grad``.
 def curvature_map(model: nn.Module) -> dict[str, list[float]]:
+    """By parameter name, the mean size of curvature over training."""
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     found: dict[str, list[float]] = {name: [] for name, p in model.named_parameters() if p.dim() > 1}
     for step in range(STEPS):

@@ -2,8 +2,9 @@
 Which layer stands rounding?
 ============================
 
-Rounding the weights of a trained layer to a few bits moves them by δ and raises the loss by about Σ gδ + ½ Σ hδ², with the diagonal h of the
-Hessian. One pass predicts what each layer can stand; the picture compares it with what happens.
+Rounding the weights of a trained layer to a few bits moves them by δ and raises the loss by about Σ
+gδ + ½ Σ hδ², with the diagonal h of the Hessian. One pass predicts what each layer can stand; the
+picture compares it with what happens.
 """
 
 import matplotlib.pyplot as plt
@@ -30,10 +31,12 @@ for _ in range(60):
 
 
 def loss() -> Tensor:
+    """Of all digits."""
     return F.cross_entropy(model(images), labels)
 
 
 def rounded(w: Tensor, bits: int) -> Tensor:
+    """The nearest of 2ᵇ values with equal distances."""
     step = w.abs().max() / 2 ** (bits - 1)
     return (w / step).round() * step
 

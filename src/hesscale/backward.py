@@ -51,6 +51,11 @@ def backward(
     random probe, drawn from ``generator``).
     ``rank`` is how many eigenvectors of the loss's own curvature are carried beside the diagonal, squared example by
     example: nearer to the truth with each, for one more product per layer; "full" for all (docs/method.md).
+
+    >>> w = torch.tensor([1.0, 2.0], requires_grad=True)
+    >>> hesscale.backward((w**3).sum())
+    >>> w.grad, w.curvature
+    (tensor([ 3., 12.]), tensor([ 6., 12.]))
     """
     _check_start(loss, gradient, curvature)
     _check_scalar(loss, gradient)
@@ -80,6 +85,12 @@ def attach(
     For trainers that call backward themselves, on the loss scaled or divided: ``return hesscale.attach(loss)``.
     Arguments as in ``backward``. Several losses: attach their sum. A loss that is added afterwards must share nothing
     with this one but parameters: its gradient would be counted, its curvature would not.
+
+    >>> w = torch.tensor([1.0, 2.0], requires_grad=True)
+    >>> loss = hesscale.attach((w**3).sum())
+    >>> (loss / 2).backward()  # the trainer's line
+    >>> w.curvature
+    tensor([3., 6.])
     """
     _check_start(loss, None, curvature)
     _arm(loss, curvature, method, output, missing=missing, rank=rank, generator=generator, starts_later=True)
@@ -136,6 +147,11 @@ def diagonal(
     A tuple; or a dict, if ``inputs`` is one, or a module, whose parameters that require grad are meant. None comes back
     for inputs that ``y`` does not depend on. No ``.grad`` and no ``.curvature`` is touched. Other arguments as in
     ``backward``.
+
+    >>> model = nn.Linear(2, 1, bias=False)
+    >>> loss = model(torch.tensor([[1.0, 3.0]])).square().sum()
+    >>> hesscale.diagonal(loss, model)
+    {'weight': tensor([[ 2., 18.]])}
     """
     if isinstance(inputs, nn.Module):
         inputs = {name: p for name, p in inputs.named_parameters() if p.requires_grad}

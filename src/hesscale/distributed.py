@@ -43,6 +43,10 @@ def synchronize(optimizer: Optimizer, model: nn.Module, *, group: Any = None) ->
     Call it once, after ``DistributedDataParallel(model)`` and before training; for ``fully_shard(model)`` it is not
     needed. ``group``: the processes that hold copies of the model; by default those of DDP, or all. Afterwards
     ``optimizer.backward(loss)`` and ``optimizer.attach(loss).backward()`` work as in one process.
+
+    >>> model = nn.Linear(4, 3)  # in several processes: DistributedDataParallel(nn.Linear(4, 3))
+    >>> optimizer = hesscale.AdaHesScale(model.parameters(), lr=1e-3)
+    >>> hesscale.distributed.synchronize(optimizer, model)
     """
     sharded = [module for module in model.modules() if shards_of(module)]
     if sharded:

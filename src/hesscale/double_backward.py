@@ -29,7 +29,13 @@ def refuse_wrong_derivatives(y: Tensor) -> None:
 
 @contextmanager
 def twice_differentiable(model: nn.Module) -> Iterator[None]:
-    """Forward passes in here avoid fused kernels whose backward has no derivative, or a wrong one as weight_norm's."""
+    """Forward passes in here avoid fused kernels whose backward has no derivative, or a wrong one as weight_norm's.
+
+    >>> model = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    >>> with hesscale.testing.twice_differentiable(model):
+    ...     loss = model(torch.randn(2, 3, 8)).square().sum()
+    >>> (bias,) = hesscale.testing.exact_diagonal(loss, model.norm2.bias)
+    """
     with unfused(model), _PlainWeightNorm():
         yield
 

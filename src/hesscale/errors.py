@@ -42,7 +42,15 @@ _HOW_TO_REGISTER = (
 
 
 class MissingRuleError(NotImplementedError):
-    """The graph holds operations the rule table does not know; ``counts`` maps each node name to its number."""
+    """The graph holds operations the rule table does not know; ``counts`` maps each node name to its number.
+
+    >>> x = torch.randn(3, 3, requires_grad=True)
+    >>> try:
+    ...     hesscale.backward(torch.fft.rfft(x).abs().sum())
+    ... except hesscale.MissingRuleError as error:
+    ...     print(*error.counts)
+    AbsBackward0 (complex) FftR2CBackward0 (complex)
+    """
 
     def __init__(self, counts: Mapping[str, int]) -> None:
         self.counts = dict(sorted(counts.items()))

@@ -20,6 +20,10 @@ def exact_diagonal(y: Tensor, inputs: Tensor | Sequence[Tensor]) -> tuple[Tensor
     """The exact diagonal of the Hessian of a scalar ``y`` at each of ``inputs``, by one double backward per entry.
 
     Same arguments as ``hesscale.diagonal``, for networks of some thousand parameters. The graph is kept.
+
+    >>> w = torch.tensor([1.0, 2.0], requires_grad=True)
+    >>> hesscale.testing.exact_diagonal(w.prod() ** 2, w)
+    (tensor([8., 2.]),)
     """
     refuse_wrong_derivatives(y)
     inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
@@ -52,6 +56,9 @@ def check_rule(
     With random g, and s random or zero, it compares the diagonal of ``L(x) = Σ g·(f(x) − y₀) + ½ Σ s·(f(x) − y₀)²`` at
     every input that requires grad with ``exact_diagonal``. Give float64 inputs, away from kinks. ``reference`` computes
     the same as ``function`` in other operations, for one that torch cannot differentiate twice.
+
+    >>> x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    >>> hesscale.testing.check_rule(F.softplus, x)
     """
     leaves = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
     if not leaves:
@@ -84,7 +91,12 @@ def _joined(outputs: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class Comparison:
-    """How an estimate compares with sampled entries of the exact diagonal, for one parameter."""
+    """How an estimate compares with sampled entries of the exact diagonal, for one parameter.
+
+    >>> batch = (torch.tensor([[1.0, 3.0]]), torch.zeros(1, 1))
+    >>> hesscale.testing.compare_with_exact(nn.Linear(2, 1), F.mse_loss, batch)["weight"].relative_error
+    0.0
+    """
 
     entries: int
     relative_error: float  # Σ|estimate − exact| / Σ|exact|; 1 is as good as zero everywhere
@@ -107,6 +119,12 @@ def compare_with_exact(
     ``batch`` is (inputs, targets). Each place costs one Hessian-vector product, on the math kernels of attention, since
     the fused ones cannot be differentiated twice. Dropout draws the same numbers in both passes. ``rank`` as in
     ``hesscale.backward``.
+
+    >>> model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    >>> batch = (torch.randn(16, 4), torch.randint(3, (16,)))
+    >>> found = hesscale.testing.compare_with_exact(model, F.cross_entropy, batch, entries=5)
+    >>> found["2.bias"].relative_error < 1e-5  # the last layer is exact
+    True
     """
     inputs, targets = batch
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}

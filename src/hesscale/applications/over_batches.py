@@ -49,6 +49,11 @@ def diagonal_over(
 
     Batches are moved to the device of the model's parameters. Nothing of the model changes, ``.grad`` and
     ``.curvature`` included.
+
+    >>> model = nn.Linear(2, 1, bias=False)
+    >>> batches = [(torch.ones(1, 2), torch.zeros(1, 1)), (2 * torch.ones(1, 2), torch.zeros(1, 1))]
+    >>> hesscale.applications.diagonal_over(model, F.mse_loss, batches)
+    {'weight': tensor([[5., 5.]])}
     """
     chosen = chosen_parameters(model, params)
     if diagonal is not None:

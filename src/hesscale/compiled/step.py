@@ -71,6 +71,12 @@ def compile(
     ``torch.compile``, and so ``dynamic``: one graph for all sizes of the batch, as far as it can be had. Each new kind
     of call (shapes, training or not, frozen parameters, ...) is traced and compiled when it first comes;
     ``logging.getLogger("hesscale.compile")`` says why.
+
+    >>> model = nn.Linear(2, 1, bias=False)
+    >>> step = hesscale.compile(lambda model, x: model(x).square().mean(), model, backend="eager")
+    >>> loss = step(torch.tensor([[1.0, 3.0]]))
+    >>> model.weight.curvature
+    tensor([[ 2., 18.]])
     """
     return Step(loss_fn, model, Settings(method, output, missing, rank, backend, mode, dict(options or {}), dynamic))
 

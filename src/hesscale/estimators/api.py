@@ -51,6 +51,10 @@ def estimate(
 
     Nothing is left behind: no ``.grad``, no ``.curvature``, buffers and torch's own generators as they were. Dropout in
     training mode uses the mask that the next forward pass would use.
+
+    >>> model, batch = nn.Linear(2, 1, bias=False), (torch.tensor([[1.0, 3.0]]), torch.zeros(1, 1))
+    >>> hesscale.estimate("hessian", model, F.mse_loss, batch)
+    {'weight': tensor([[ 2., 18.]])}
     """
     _check_method(method, "estimate(method, model, loss_fn, batch)")
     if samples < 1:
@@ -87,6 +91,11 @@ def estimate_over(
     For a ``loss_fn`` that averages over examples this is the estimate for the whole data set's mean loss. ``size``
     says how many examples a batch has; without it, it is the length of the tensors in the targets (or in the inputs, if
     there are none), however deep in tuples and mappings. ``progress`` is told how many batches are done.
+
+    >>> model = nn.Linear(2, 1, bias=False)
+    >>> loader = [(torch.ones(1, 2), torch.zeros(1, 1)), (2 * torch.ones(1, 2), torch.zeros(1, 1))]
+    >>> hesscale.estimate_over("hesscale", model, F.mse_loss, loader)
+    {'weight': tensor([[5., 5.]])}
     """
     _check_method(method, "estimate_over(method, model, loss_fn, loader)")
     generator = _fresh() if generator is None else generator

@@ -27,7 +27,7 @@ class CurvatureScaled(ReadsCurvature):
 
     - ``every=k``: V is refreshed in each of the first k steps, to have an average, and from then on in every k-th;
       its bias correction counts refreshes.
-    - ``scale``: how V averages: "rms" as above, "mean_abs" V = EMA(|h|) or "mean" V = EMA(h) with |V̂| + eps below.
+    - ``scale``: "rms" as above, "mean_abs" ``V = EMA(|h|)`` or "mean" ``V = EMA(h)`` with ``|V̂| + eps`` below.
     - ``eps_inside_root``: √(V̂ + eps), as in Algorithm 2 of Elsayed & Mahmood; their code has it outside.
     - ``bound``: no entry moves by more than lr·bound, however small its curvature is. None: the paper's algorithm.
     - ``trust_region=δ``: the updates u of all groups are scaled by min(1, √(2δ / Σ c u²)), c = √V.
@@ -37,6 +37,14 @@ class CurvatureScaled(ReadsCurvature):
       is read back to the host, so non-finite values are not looked for.
 
     Averages of parameters in half precision are kept in single precision, and so is the arithmetic.
+
+    >>> w = torch.tensor([1.0, 2.0], requires_grad=True)
+    >>> source = hesscale.optim.Propagated("hesscale_gn")
+    >>> optimizer = hesscale.optim.CurvatureScaled([w], lr=0.1, source=source)
+    >>> optimizer.backward(w.square().sum())
+    >>> optimizer.step()
+    >>> w
+    tensor([0.9000, 1.9000], requires_grad=True)
     """
 
     SOURCE: ClassVar[Source | None] = None

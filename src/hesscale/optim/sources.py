@@ -35,7 +35,15 @@ _NOT_ATTACHED = (
 
 
 class Source(ABC):
-    """A way to curvature. ``options`` are the source's own, such as ``generator``."""
+    """A way to curvature. ``options`` are the source's own, such as ``generator``.
+
+    >>> class NeverNegative(hesscale.optim.Source):
+    ...     name = "hesscale"
+    ...     def __call__(self, loss, params, *, retain_graph, **options):
+    ...         hesscale.backward(loss, retain_graph=retain_graph, **options)
+    ...         for p in params:
+    ...             p.curvature.clamp_(min=0)
+    """
 
     attaches: ClassVar[bool] = False
     name: str
@@ -52,7 +60,12 @@ class Source(ABC):
 
 @dataclass(frozen=True)
 class Propagated(Source):
-    """One of the methods of ``hesscale.backward``, with its options; ``rank`` is that of every pass."""
+    """One of the methods of ``hesscale.backward``, with its options; ``rank`` is that of every pass.
+
+    >>> model = nn.Linear(4, 3)
+    >>> source = hesscale.optim.Propagated("hesscale", rank=1)
+    >>> optimizer = hesscale.optim.CurvatureScaled(model.parameters(), source=source)
+    """
 
     name: str = "hesscale"
     rank: Rank = 0
@@ -78,7 +91,12 @@ def with_rank(source: Source | None, rank: Rank) -> Source:
 
 @dataclass(frozen=True)
 class Hutchinson(Source):
-    """One random probe v ∘ Hv; options are those of ``hutchinson_backward``."""
+    """One random probe v ∘ Hv; options are those of ``hutchinson_backward``.
+
+    >>> model = nn.Linear(4, 3)
+    >>> source = hesscale.optim.Hutchinson(spatial_average=False)
+    >>> optimizer = hesscale.optim.CurvatureScaled(model.parameters(), source=source)
+    """
 
     spatial_average: bool = True
     name: str = field(default="hutchinson", init=False)
@@ -90,7 +108,12 @@ class Hutchinson(Source):
 
 @dataclass(frozen=True)
 class SampledGaussNewton(Source):
-    """One random draw per example of the Gauss-Newton diagonal; options of ``sampled_gauss_newton_backward``."""
+    """One random draw per example of the Gauss-Newton diagonal; options of ``sampled_gauss_newton_backward``.
+
+    >>> model = nn.Linear(4, 3)
+    >>> source = hesscale.optim.SampledGaussNewton()
+    >>> optimizer = hesscale.optim.CurvatureScaled(model.parameters(), source=source, scale="mean")
+    """
 
     name: str = field(default="ggn_mc", init=False)
 

@@ -50,6 +50,11 @@ class Selection(Rule):
 
     ``scaled``: each input element feeds at most one output, with any coefficient c; then Jᵀs ∘ Jᵀ1 = c²s.
     ``linear=False``: which elements are selected depends on their values (max, sort), so f is only piecewise linear.
+
+    >>> w = torch.tensor([1.0, 2.0], requires_grad=True)
+    >>> hesscale.backward(w.flip(0).square().sum())  # flip is one
+    >>> w.curvature
+    tensor([2., 2.])
     """
 
     scaled: bool = False
@@ -98,6 +103,11 @@ class Elementwise(Rule):
     ``by_parts``: ``derivatives`` of one input, for some of its elements at a time: all that they read of the node are
     numbers and tensors of the input's shape. Large inputs are then worked on in chunks.
     ``linear`` lists groups of inputs in which f is jointly linear: add ((0, 1),), mul ((0,), (1,)), div ((0,),).
+
+    >>> def sine(node):  # f' None: by the node's own backward
+    ...     return None, -node._saved_self.sin()
+    >>> with hesscale.rules.registered(hesscale.Elementwise(sine), "SinBackward0"):
+    ...     hesscale.testing.check_rule(torch.sin, torch.randn(3, dtype=torch.float64, requires_grad=True))
     """
 
     derivatives: Callable[[Any], Pair | Sequence[Pair]] | None = None
@@ -233,6 +243,12 @@ class Bilinear(Rule):
 
     ``backward(node, s, wanted, *squares)`` returns one curvature per input; ``operands`` names the saved tensors whose
     squares it gets (None where torch did not save one because nothing needs it). ``linear`` as in Elementwise.
+
+    >>> def product(node, s, wanted, a, b):  # y = AB, given A² and B²
+    ...     return s @ b.T, a.T @ s
+    >>> x, w = (torch.randn(2, 2, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    >>> with hesscale.rules.registered(hesscale.Bilinear(product, ("self", "mat2")), "MmBackward0"):
+    ...     hesscale.testing.check_rule(torch.mm, x, w)
     """
 
     backward: Callable[..., Curvatures]
@@ -262,6 +278,13 @@ class Coupled(Rule):
 
     ``curvature(node, s, g)`` returns the curvature of the one input, or a tuple with one per input. ``s`` and ``g`` are
     tensors (None if missing), or tuples of them with ``outputs`` > 1. ``exact=False``: terms are dropped inside.
+
+    >>> def log_sum_exp(node, s, g):  # of a vector, with q = softmax(x): g(q − q²) + q²s
+    ...     q = (node._saved_self - node._saved_result).exp()
+    ...     return g * (q - q**2) + (0 if s is None else q**2 * s)
+    >>> x = torch.randn(3, dtype=torch.float64, requires_grad=True)
+    >>> with hesscale.rules.registered(hesscale.Coupled(log_sum_exp), "LogsumexpBackward0"):
+    ...     hesscale.testing.check_rule(lambda x: x.logsumexp(0), x)
     """
 
     curvature: Callable[[Any, Any, Any], Tensor | Curvatures | None]

@@ -17,6 +17,10 @@ class RuleTable(Mapping[Key, Rule]):
     """Rules by node name (``tensor.grad_fn.name()``), or by the class of a ``torch.autograd.Function``.
 
     Rows added to ``base`` later are seen too.
+
+    >>> from hesscale.rules import RULES
+    >>> RULES["TanhBackward0"].exact
+    True
     """
 
     def __init__(self, rows: Mapping[Any, Rule] | None = None, *, base: RuleTable | None = None) -> None:
@@ -26,7 +30,11 @@ class RuleTable(Mapping[Key, Rule]):
         self._changes = 0
 
     def register(self, rule: Rule, *nodes: Key, replace: bool = False) -> None:
-        """Adds a rule for one or several nodes. A row that holds another rule is overwritten with ``replace`` only."""
+        """Adds a rule for one or several nodes. A row that holds another rule is overwritten with ``replace`` only.
+
+        >>> hesscale.register(hesscale.Selection(), "MyViewBackward")
+        >>> hesscale.register(hesscale.Elementwise(), "MyViewBackward", replace=True)
+        """
         if not isinstance(rule, Rule):
             raise TypeError(f"a rule must be one of the families (Selection, Elementwise, …), not {rule!r}")
         if not nodes:
@@ -40,7 +48,13 @@ class RuleTable(Mapping[Key, Rule]):
 
     @contextlib.contextmanager
     def registered(self, rule: Rule, *nodes: Key) -> Iterator[None]:
-        """Within a ``with`` block the rule is that of the nodes, whatever theirs was; afterwards all is as before."""
+        """Within a ``with`` block the rule is that of the nodes, whatever theirs was; afterwards all is as before.
+
+        >>> from hesscale.rules import RULES, registered
+        >>> with registered(hesscale.Selection(), "NobodysBackward"):
+        ...     "NobodysBackward" in RULES
+        True
+        """
         before = {node: self._rows[node] for node in nodes if node in self._rows}
         self.register(rule, *nodes, replace=True)
         try:
