@@ -22,7 +22,8 @@ from hesscale.applications import pruning
 from .. import checkpoints
 from ..batches import generator_for
 from ..tasks.networks import mlp
-from ..tasks.table import TASKS, Task
+from ..tasks.table import TASKS
+from ..tasks.task import Task
 from .diagonals import DIAGONALS, Batches, Diagonal
 from .reading import Record
 
