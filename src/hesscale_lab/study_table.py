@@ -70,7 +70,7 @@ STUDIES: Mapping[str, Study] = {
         pruning_csv,
         Kind(
             "study pruning",
-            (("subjects", list), ("saliencies", list), ("sparsities", list)),
+            (("subjects", list), ("saliencies", list), ("sparsities", dict)),
             {"pruning": pruning.is_record},
             pruning_figures,
             pruning_tables,

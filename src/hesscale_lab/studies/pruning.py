@@ -44,6 +44,7 @@ class Subject:
     test: int
     removed: int  # weights whose removal is tried
     steps: int  # of fine-tuning
+    sparsities: tuple[float, ...] = (0.8, 0.9, 0.95)
 
 
 def _seeded(make: Callable[[], nn.Module]) -> Callable[[torch.Generator], nn.Module]:
@@ -75,6 +76,7 @@ SUBJECTS: Mapping[str, Subject] = {
         test=2000,
         removed=100,
         steps=40,
+        sparsities=(0.3, 0.5, 0.7),  # it is small and short of training: more leaves nothing to compare
     ),
 }
 
@@ -101,7 +103,6 @@ SALIENCIES: Mapping[str, Saliency] = {
     "GGN-MC": Saliency("GGN-MC"),
     "exact": Saliency("exact", subjects=("mlp-relu", "mlp-tanh")),
 }
-SPARSITIES = (0.8, 0.9, 0.95)
 _COUNTS = ("train", "epochs", "curvature", "test", "removed", "steps")
 
 
@@ -112,7 +113,7 @@ def settings(quick: bool) -> dict[str, Any]:
         "subjects": subjects,
         "sizes": {name: {count: getattr(SUBJECTS[name], count) for count in _COUNTS} for name in subjects},
         "saliencies": [*SALIENCIES],
-        "sparsities": [*SPARSITIES],
+        "sparsities": {name: [*SUBJECTS[name].sparsities] for name in subjects},
         "seeds": [*range(1 if quick else 5)],
     }
 
@@ -141,13 +142,13 @@ def measure_cell(
             continue
         how: dict[str, Any] = {"order": saliency.order, "diagonal": _used(saliency, find(saliency.diagonal))}
         found = pruning.saliencies(model, F.cross_entropy, batches, **how)
-        accuracies = [_pruned(model, share, batches, images, subject, how) for share in config["sparsities"]]
+        accuracies = [_pruned(model, share, batches, images, subject, how) for share in subject.sparsities]
         yield {
             "kind": "pruning",
             "network": name,
             "seed": seed,
             "saliency": label,
-            "sparsities": config["sparsities"],
+            "sparsities": [*subject.sparsities],
             "dense": accuracy(model, images.test),
             "one_shot": [one for one, _ in accuracies],
             "fine_tuned": [one for _, one in accuracies],
