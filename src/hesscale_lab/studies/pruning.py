@@ -61,7 +61,14 @@ def _mlp(activation: type[nn.Module]) -> Callable[[torch.Generator], nn.Module]:
 
 
 _CIFAR = TASKS["cifar10-3c3d"].with_fields([("activation", "relu"), ("width", 0.25)])
-_SIZES = {"train": 50_000, "epochs": 4, "curvature": 1000, "test": 10_000, "removed": 200, "steps": 60}
+_SIZES: Mapping[str, Any] = {
+    "train": 50_000,
+    "epochs": 4,
+    "curvature": 1000,
+    "test": 10_000,
+    "removed": 200,
+    "steps": 60,
+}
 SUBJECTS: Mapping[str, Subject] = {
     "mlp-relu": Subject("MNIST, 784-128-64-10 ReLU", TASKS["mnist-mlp"], _mlp(nn.ReLU), True, **_SIZES),
     "mlp-tanh": Subject("MNIST, 784-128-64-10 tanh", TASKS["mnist-mlp"], _mlp(nn.Tanh), True, **_SIZES),
