@@ -85,7 +85,7 @@ STUDIES: Mapping[str, Study] = {
         continual_csv,
         Kind(
             "study continual",
-            (("benchmarks", list), ("methods", list), ("strengths", list)),
+            (("benchmarks", list), ("methods", list), ("strengths", dict)),
             {"continual": continual.is_record},
             continual_figures,
             continual_tables,
