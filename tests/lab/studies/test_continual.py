@@ -21,7 +21,7 @@ from hesscale_lab.tasks.networks import mlp
 from ..small_archives import write_mnist
 
 TINY = {
-    "strengths": dict.fromkeys(continual.BENCHMARKS, [0.1, 1.0]),
+    "strengths": {name: [0.1, 1.0] for name in continual.BENCHMARKS},
     "seeds": [0, 1],
     "train": 6,
     "epochs": 1,
