@@ -76,7 +76,7 @@ def inspect(
     in its quadratic model: below zero where the trace is.
     """
     diagonal = diagonal_over(model, loss_fn, batches, **how)
-    layers = tuple(_layer(name, h, model.get_parameter(name).detach()) for name, h in diagonal.items())
+    layers = tuple(_layer(name, h, model.get_parameter(name).detach()) for name, h in diagonal.items() if h.numel())
     return Inspection(layers, diagonal)
 
 
