@@ -13,7 +13,7 @@ there would be none, but training seldom ends at one. ``Posterior.clamped`` says
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from typing import Any, Unpack
 
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev, vmap
 
-from ..estimators.api import examples_in
+from ..estimators.api import examples_in, fresh_generator
 from ..estimators.problem import LossFunction, without_traces
 from .over_batches import Batches, How, diagonal_over, on_device
 
@@ -35,7 +35,11 @@ _NO_EXAMPLES = "how many examples was this diagonal averaged over? Say so: examp
 
 def half_squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
     """½ Σ_d (f_d − y_d)², the mean over examples: the loss of a regression whose noise has variance 1."""
-    return 0.5 * ((outputs - targets) ** 2).flatten(1).sum(1).mean()
+    if outputs.shape != targets.shape:
+        raise ValueError(
+            f"outputs have shape {tuple(outputs.shape)}, but targets {tuple(targets.shape)}: make them alike"
+        )
+    return 0.5 * ((outputs - targets) ** 2).sum() / len(outputs)
 
 
 def laplace(
@@ -66,7 +70,8 @@ def laplace(
     if how.get("diagonal") is None:
         how.setdefault("method", "hesscale_gn")
     seen = _Seen(model, loss_fn)
-    stream = None if batches is None else _Counted(batches, seen)
+    counted = _Counted if isinstance(batches, Sized) else _counted
+    stream = None if batches is None else counted(batches, seen)
     found = diagonal_over(model, loss_fn, stream, **how)
     if how.get("diagonal") is not None and stream is not None:
         for _ in stream:
@@ -106,17 +111,23 @@ class _Seen:
         self.examples += count
 
 
+def _counted(batches: Batches, seen: _Seen) -> Iterator[tuple[Any, Any]]:
+    for batch in batches:
+        seen.note(batch)
+        yield batch
+
+
 class _Counted(Iterable[tuple[Any, Any]]):
-    def __init__(self, batches: Batches, seen: _Seen) -> None:
+    """The same with the length of the batches, for who reports progress."""
+
+    def __init__(self, batches: Any, seen: _Seen) -> None:
         self._batches, self._seen = batches, seen
 
     def __len__(self) -> int:
-        return len(self._batches)  # type: ignore[arg-type]
+        return len(self._batches)
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
-        for batch in self._batches:
-            self._seen.note(batch)
-            yield batch
+        return _counted(self._batches, self._seen)
 
 
 def _outputs(model: nn.Module, inputs: Any) -> Any:
@@ -227,7 +238,11 @@ class Posterior:
 
     @torch.no_grad()
     def draw(self, inputs: Tensor, *, samples: int, generator: torch.Generator | None = None) -> Tensor:
-        """Outputs [samples, batch, outputs] of networks drawn from the posterior. The model itself stays as it is."""
+        """Outputs [samples, batch, outputs] of networks drawn from the posterior. The model itself stays as it is.
+
+        Without a generator every call draws afresh.
+        """
+        generator = fresh_generator() if generator is None else generator
         scale = {name: variance.sqrt() for name, variance in self.variance.items()}
         found = []
         with without_traces(self.model):
@@ -258,8 +273,10 @@ class Posterior:
         mean = {name: value.detach() for name, value in self.mean.items()}
 
         def outputs(params: dict[str, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
-            f = functional_call(self.model, params, (x[None],)).squeeze(0)
-            return f, f
+            f = functional_call(self.model, params, (x[None],))
+            if not isinstance(f, Tensor) or f.ndim != 2:
+                raise ValueError("a linearized network needs outputs of shape [batch, outputs]: use samples= instead")
+            return f[0], f[0]
 
         each = vmap(jacrev(outputs, has_aux=True), in_dims=(None, 0), randomness="error")
         for part in inputs.split(chunk):
