@@ -5,5 +5,7 @@ Each module takes ``(model, loss_fn, batches)`` and the options of ``diagonal_ov
 """
 
 from . import consolidation as consolidation
+from . import laplace as laplace
 from . import pruning as pruning
+from . import step_size as step_size
 from .over_batches import diagonal_over as diagonal_over

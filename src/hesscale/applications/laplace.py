@@ -13,7 +13,7 @@ there would be none, but training seldom ends at one. ``Posterior.clamped`` says
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Unpack
 
@@ -23,7 +23,7 @@ from torch.func import functional_call, jacrev, vmap
 
 from ..estimators.api import examples_in, fresh_generator
 from ..estimators.problem import LossFunction, without_traces
-from .over_batches import Batches, How, diagonal_over, on_device
+from .over_batches import Batches, How, diagonal_over, on_device, reporter
 
 LIKELIHOODS = ("classification", "regression")
 GRID = tuple(10.0 ** (k / 2) for k in range(-8, 9))
@@ -70,8 +70,9 @@ def laplace(
     if how.get("diagonal") is None:
         how.setdefault("method", "hesscale_gn")
     seen = _Seen(model, loss_fn)
-    counted = _Counted if isinstance(batches, Sized) else _counted
-    stream = None if batches is None else counted(batches, seen)
+    stream = None if batches is None else seen.passing(batches)
+    if batches is not None:
+        how["progress"] = reporter(batches, how.get("progress", False))
     found = diagonal_over(model, loss_fn, stream, **how)
     if how.get("diagonal") is not None and stream is not None:
         for _ in stream:
@@ -99,7 +100,13 @@ class _Seen:
         self._model, self._loss_fn = model, loss_fn
         self.examples, self.total, self.outputs = 0, 0.0, 0
 
-    def note(self, batch: Any) -> None:
+    def passing(self, batches: Batches) -> Iterator[tuple[Any, Any]]:
+        """The same batches, each noted before it is handed on."""
+        for batch in batches:
+            self._note(batch)
+            yield batch
+
+    def _note(self, batch: Any) -> None:
         if self._loss_fn is None or not isinstance(batch, (tuple, list)) or len(batch) != 2:
             return  # diagonal_over says what is wrong
         inputs, targets = on_device((batch[0], batch[1]), next(self._model.parameters()).device)
@@ -109,25 +116,6 @@ class _Seen:
             self.total += count * float(self._loss_fn(outputs, targets))
         self.outputs = outputs[0].numel() if isinstance(outputs, Tensor) else 0
         self.examples += count
-
-
-def _counted(batches: Batches, seen: _Seen) -> Iterator[tuple[Any, Any]]:
-    for batch in batches:
-        seen.note(batch)
-        yield batch
-
-
-class _Counted(Iterable[tuple[Any, Any]]):
-    """The same with the length of the batches, for who reports progress."""
-
-    def __init__(self, batches: Any, seen: _Seen) -> None:
-        self._batches, self._seen = batches, seen
-
-    def __len__(self) -> int:
-        return len(self._batches)
-
-    def __iter__(self) -> Iterator[tuple[Any, Any]]:
-        return _counted(self._batches, self._seen)
 
 
 def _outputs(model: nn.Module, inputs: Any) -> Any:
