@@ -21,7 +21,9 @@ def test_python_blocks_run(document: Path, monkeypatch: pytest.MonkeyPatch) -> N
         exec(compile(block, f"{document.name}, block {number}", "exec", dont_inherit=True), namespace)
 
 
-HOME = re.compile(r"^https://(?:github\.com/hesscale/hesscale/(?:blob|tree)|raw\.githubusercontent\.com/hesscale/hesscale)/main/")
+HOME = re.compile(
+    r"^https://(?:github\.com/hesscale/hesscale/(?:blob|tree)|raw\.githubusercontent\.com/hesscale/hesscale)/main/"
+)
 SITE = "https://hesscale.github.io/hesscale/"
 
 

@@ -37,6 +37,16 @@ class Run:
     folder: Path
 
     @property
+    def exists(self) -> bool:
+        """Whether it was begun."""
+        return (self.folder / CONFIG).exists()
+
+    @property
+    def environment(self) -> dict[str, Any]:
+        """Where it was begun."""
+        return dict(json.loads((self.folder / ENVIRONMENT).read_text(encoding="utf-8")))
+
+    @property
     def config(self) -> dict[str, Any]:
         """The settings."""
         path = self.folder / CONFIG

@@ -13,12 +13,13 @@ from .plots.pruning import figures as pruning_figures
 from .report.continual_tables import as_csv as continual_csv
 from .report.continual_tables import continual_tables
 from .report.kind import Kind, no_figures
+from .report.laplace_tables import laplace_csv, laplace_tables
 from .report.pruning_tables import as_csv as pruning_csv
 from .report.pruning_tables import pruning_tables
 from .report.reinforcement_tables import reinforcement_csv, reinforcement_tables
 from .report.stability_tables import as_csv as stability_csv
 from .report.stability_tables import stability_tables
-from .studies import continual, pruning, reinforcement, stability
+from .studies import continual, laplace, pruning, reinforcement, stability
 from .studies.reading import Record
 
 Cell = tuple[Any, ...]
@@ -106,6 +107,21 @@ STUDIES: Mapping[str, Study] = {
             {"reinforcement": reinforcement.is_record},
             step_sizes.figures,
             reinforcement_tables,
+        ),
+    ),
+    "laplace": Study(
+        "how well diagonals of several kinds tell a network on MNIST what it does not know (a quarter of an hour)",
+        laplace.settings,
+        laplace.cells,
+        ("seed",),
+        laplace.measure_cell,
+        laplace_csv,
+        Kind(
+            "study laplace",
+            (("diagonals", list), ("seeds", list), ("tested", int)),
+            {"laplace": laplace.is_record},
+            no_figures,
+            laplace_tables,
         ),
     ),
 }

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
+from .compact import find_run
 from .histories import State, is_finished, read_history
 from .optimizers import optimizer_named
 from .options import Options
@@ -134,7 +135,7 @@ def sweep(settings: Sequence[Settings], *, seeds: int, run: Callable[[Sequence[S
     searched = run(settings)
     chosen = {}
     for name in dict.fromkeys(one.label for one in settings):
-        ended = [Run(p.folder) for p in searched if p.settings.label == name and p.has_ended]
+        ended = [find_run(p.folder) for p in searched if p.settings.label == name and p.has_ended]
         if ended:
             chosen[name] = choose(ended)
     return Sweep(searched, chosen, run([one for best in chosen.values() for one in repeats(best, seeds)]))

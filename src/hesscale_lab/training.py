@@ -17,13 +17,14 @@ from torch.optim import Optimizer
 from . import checkpoints
 from .batches import Data, generator_for
 from .batches import load as load_data
+from .compact import find_run
 from .histories import is_finished
 from .locks import alone
 from .optimizers import backward, leaps_expected, make_optimizer, require_fitting, warm_up
 from .options import Options, flags, label, words
 from .plugins import Plugin, load_plugin
 from .processes import Team
-from .runs import CONFIG, DamagedRunError, Run, open_run, replace_records, require_same
+from .runs import DamagedRunError, Run, open_run, replace_records, require_same
 from .tasks.classifiers import seed_dropout
 from .tasks.table import task_named
 from .tasks.task import Task
@@ -120,7 +121,7 @@ def train(
     load_plugin(settings.plugin)
     task = task_named(settings.task).with_fields(settings.fields)
     require_fitting(settings.optimizer, settings.options)
-    team, run, config = Team.current(), Run(folder), settings.as_config()
+    team, run, config = Team.current(), find_run(folder), settings.as_config()
     if team.count != settings.processes:
         raise ValueError(f"the settings are for {settings.processes} processes, not {team.count}")
     if team.share(lambda: _has_ended(run, config)):
@@ -143,7 +144,7 @@ def train(
 
 def _has_ended(run: Run, config: Mapping[str, Any]) -> bool:
     """Whether nothing is left to do. Changes nothing: another process may be at work in the folder."""
-    if not (run.folder / CONFIG).exists():
+    if not run.exists:
         return False
     require_same(run, config)
     try:
@@ -204,7 +205,7 @@ def _record(training: _Training, run: Run, listeners: _Listeners) -> None:
 
 def trained_model(folder: Path) -> nn.Module:
     """The network of a finished run with its final weights, as for evaluation; FileNotFoundError if it has none."""
-    config, path = Run(folder).config, folder / checkpoints.WEIGHTS
+    config, path = find_run(folder).config, folder / checkpoints.WEIGHTS
     load_plugin(Plugin(**config["plugin"]) if "plugin" in config else None)
     model = task_named(config["task"]).with_fields(tuple(config["fields"].items())).make(torch.Generator())
     weights = checkpoints.load(path)

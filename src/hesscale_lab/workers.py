@@ -16,10 +16,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from .compact import find_run
 from .histories import State, is_finished, read_history
 from .memory import keep_freed_memory
 from .plugins import Plugin
-from .runs import CONFIG, FORMERLY, Run
+from .runs import FORMERLY
 from .runs import threads as with_threads
 from .training import Settings, folder_of
 from .training import train as train_one
@@ -158,9 +159,9 @@ def _outcome(settings: Settings, folder: Path, error: str | None) -> Progress:
 
 def standing_of(settings: Settings, folder: Path, *, otherwise: Standing = Standing.WAITING) -> Progress:
     """How a run stands by what is in its folder; ``otherwise`` if it has not ended."""
-    run = Run(folder)
     try:
-        if not (folder / CONFIG).exists() or settings_of(run.config) != settings:
+        run = find_run(folder)
+        if not run.exists or settings_of(run.config) != settings:
             return Progress(settings, folder, otherwise)
         history = read_history(run)
         if is_finished(run):

@@ -13,25 +13,41 @@ from torch import Tensor, nn
 import hesscale
 from hesscale import compiled
 
+from ..rules.case import Case
+
 
 def cross_entropy(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(model(x), y)
 
 
 class Tied(nn.Module):
-    """Embedding and head share a weight; batch norm, a gate written out, a learned scalar and a recurrent layer."""
+    """Embedding and head share a weight; batch norm, dropout of nothing, a gate, a learned scalar, an LSTM."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embedding, self.norm = nn.Embedding(11, 6), nn.BatchNorm1d(6)
         self.memory, self.head = nn.LSTM(6, 6, batch_first=True), nn.Linear(6, 11)
         self.head.weight = self.embedding.weight
-        self.scale = nn.Parameter(torch.tensor(1.3))
+        self.scale, self.drop = nn.Parameter(torch.tensor(1.3)), nn.Dropout(0.0)
 
     def forward(self, tokens: Tensor) -> Any:
         h = self.norm(self.embedding(tokens).mT).mT
-        h, _ = self.memory(h * torch.sigmoid(h))
+        h, _ = self.memory(self.drop(h * torch.sigmoid(h)))
         return self.head(h.mean(1) * self.scale) / 2.0
+
+
+def loss_of_case(case: Case) -> Callable[..., Tensor]:
+    """Σ g·y + ½ Σ s·(y − y₀)² over the outputs y of a rule's case: g and s arrive at its node."""
+
+    def loss_fn(model: nn.Module, *tensors: Tensor) -> Tensor:
+        rest = iter(tensors)
+        outputs = case.function(*(next(rest) if isinstance(value, Tensor) else value for value in case.inputs))
+        outputs = [outputs] if isinstance(outputs, Tensor) else [out for out in outputs if out.requires_grad]
+        y = torch.cat([out.reshape(-1) for out in outputs])
+        seed = torch.arange(y.numel(), dtype=y.dtype)
+        return (seed.sin() * y).sum() + 0.5 * (seed.cos() * (y - y.detach()).square()).sum()
+
+    return loss_fn
 
 
 def words(count: int, seed: int = 0) -> tuple[Tensor, Tensor]:

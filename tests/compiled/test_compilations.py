@@ -15,10 +15,13 @@ import torch
 from torch import Tensor, nn
 
 import hesscale
+from hesscale import fast
 from hesscale.compiled import step as steps
 from hesscale.compiled.backend import without_mkldnn
+from hesscale.fast import workspace
 
-from .networks import Tied, assert_same, cross_entropy, pair, small, vectors, words
+from ..rules.cases import CASES
+from .networks import Tied, assert_same, cross_entropy, loss_of_case, pair, small, vectors, words
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 
@@ -136,6 +139,86 @@ def test_a_compiled_model_is_told_about_this() -> None:
 
 
 compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a compiler")
+
+
+REPRESENTATIVES = (
+    "AddmmBackward0",
+    "ConvolutionBackward0-2d",
+    "EmbeddingBackward0",
+    "GeluBackward0",
+    "LogSoftmaxBackward0",
+    "NativeLayerNormBackward0",
+)
+"""Of all rules, which ``benchmarks/compiled_agreement.py`` compiles in hours."""
+
+
+@compiler
+@pytest.mark.parametrize("label", REPRESENTATIVES)
+def test_inductor_agrees_on_rules(label: str) -> None:
+    case = next(case for case in CASES if case.label == label)
+    loss_fn, model = loss_of_case(case), nn.Module()
+    ours, theirs = ([_copied(v) for v in case.inputs if isinstance(v, Tensor)] for _ in range(2))
+    hesscale.compile(loss_fn, model)(*ours)
+    hesscale.backward(loss_fn(model, *theirs))
+    for a, b in zip(ours, theirs, strict=True):
+        for name in ("grad", "curvature"):
+            found, expected = getattr(a, name, None), getattr(b, name, None)
+            assert (found is None) == (expected is None)
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def large_allocations(run: Callable[[], Any]) -> int:
+    """How many allocations of memory that a workspace would reuse torch has seen meanwhile."""
+    with torch.autograd.profiler.profile(profile_memory=True) as profile:
+        run()
+    events = [event.cpu_memory_usage for event in profile.function_events if event.name == "[memory]"]
+    return sum(size >= workspace.LEAST for size in events)
+
+
+@compiler
+def test_no_large_allocation_in_a_steady_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(300, 300), nn.Tanh(), nn.Linear(300, 300), nn.Tanh(), nn.Linear(300, 3)).double()
+    optimizer = hesscale.AdaHesScale(model.parameters())
+    step = optimizer.compile(cross_entropy, model)
+    x, y = torch.randn(6, 300, dtype=torch.float64), vectors(6)[1]
+
+    def once() -> None:
+        optimizer.zero_grad()
+        step(x, y)
+        optimizer.step()
+
+    for _ in range(3):
+        once()
+    assert large_allocations(once) == 0
+    assert step.compilations == 1
+    monkeypatch.setattr(fast, "enabled", lambda: False)  # what it would be otherwise
+    monkeypatch.setattr(workspace, "enabled", lambda: False)
+    assert large_allocations(once) >= 4  # gradient and curvature of two layers
+
+
+@compiler
+def test_inductor_draws_anew_and_again_after_a_seed() -> None:
+    """What a unit passes on and what it gets back are drawn once: both are zero for the same ones."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 32), nn.Dropout(0.5), nn.Linear(32, 3)).double()
+    step = hesscale.compile(cross_entropy, model)
+    seen = []
+    for seed in (1, 1, None):
+        if seed is not None:
+            torch.manual_seed(seed)
+        model.zero_grad()
+        step(*(t[:1] for t in vectors(5)))
+        dropped = model[2].weight.grad.abs().sum(0) == 0  # type: ignore[union-attr]
+        assert torch.equal(dropped, model[0].weight.curvature.abs().sum(1) == 0)  # type: ignore[operator]
+        seen.append(dropped)
+    assert torch.equal(seen[0], seen[1])
+    assert not torch.equal(seen[1], seen[2])
+    assert step.compilations == 1
 
 
 @compiler

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import checkpoint
 
 import hesscale
 from hesscale import fast
@@ -162,6 +163,21 @@ REFUSED: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
     "no scalar": (lambda m, x, y: m(x), TypeError, r"one of shape \(5, 3\)"),
     "no graph": (lambda m, x, y: m(x).detach().sum(), RuntimeError, "no graph to walk"),
     "a stranger": (lambda m, x, y: (m(x) * OUTSIDE).sum(), ValueError, "neither a parameter"),
+    "a generator": (
+        lambda m, x, y: m(x + torch.randn(x.shape, generator=torch.Generator().manual_seed(1))).sum(),
+        RuntimeError,
+        "draws from a torch.Generator",
+    ),
+    "dropout in a checkpoint": (
+        lambda m, x, y: checkpoint(lambda x: F.dropout(m(x)).tanh(), x, use_reentrant=False).sum(),
+        RuntimeError,
+        r"within torch\.utils\.checkpoint",
+    ),
+    "a sparse gradient": (
+        lambda m, x, y: F.embedding(y, m[0].weight, sparse=True).sum() + m(x).sum(),
+        ValueError,
+        "sparse=False",
+    ),
     "no rule": (lambda m, x, y: NoRule.apply(m(x)).sum(), hesscale.MissingRuleError, "NoRuleBackward"),
 }
 

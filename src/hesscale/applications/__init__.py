@@ -6,4 +6,6 @@ Each module takes ``(model, loss_fn, batches)`` and the options of ``diagonal_ov
 
 from . import consolidation as consolidation
 from . import pruning as pruning
+from .inspection import Inspection as Inspection
+from .inspection import inspect as inspect
 from .over_batches import diagonal_over as diagonal_over

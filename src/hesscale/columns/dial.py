@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..graph import Graph, Link
+from ..graph import Graph, Link, value_of
 from ..wiring import Wiring, wire
 from .hutchinson import random_signs
 from .likelihoods import FULL, Blocks, Curvature, blocks_at, known_likelihoods, likelihoods_of
@@ -148,12 +148,12 @@ def _rows_apart(u: Tensor, size: int) -> Iterator[Tensor]:
 
 
 def _by_sign(u: Tensor, signs: Tensor) -> Iterator[tuple[Tensor, float]]:
-    """The rows that count positive, and apart from them those that count negative."""
-    if not bool((signs < 0).any()):
+    """The rows that count positive, and apart from them those that count negative; both where nobody can look."""
+    if value_of((signs < 0).any()) is False:
         yield u, 1.0
         return
     for weight in (1.0, -1.0):
-        if bool((signs == weight).any()):
+        if value_of((signs == weight).any()) is not False:
             yield u.where((signs == weight).unsqueeze(-1), 0.0), weight
 
 

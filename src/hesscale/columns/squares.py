@@ -220,32 +220,37 @@ def _kernel(node: Any, v: Tensor, split: Split, shape: torch.Size) -> Gradients:
     return gradients
 
 
-def _looked_up(node: Any, v: Tensor, split: Split) -> tuple[Tensor, Tensor, Tensor]:
-    """What an embedding was asked for: rows [N, places], their gradients [N, places, d], and which of them count."""
+def _looked_up(node: Any, v: Tensor, split: Split, count: int) -> tuple[Tensor, Tensor]:
+    """What an embedding with so many rows was asked for, [N, places], and the gradients there, [N, places, d]."""
     rows, v = split(node._saved_indices), split(v)
     if node._saved_scale_grad_by_freq:
-        v = v / rows.flatten().bincount()[rows].unsqueeze(-1)
-    return rows, v, rows != signed(node._saved_padding_idx)
+        each = rows.flatten()
+        v = v / v.new_zeros(count).index_add_(0, each, v.new_ones(each.shape))[rows].unsqueeze(-1)
+    return rows, v.where((rows != signed(node._saved_padding_idx)).unsqueeze(-1), 0.0)
 
 
 def _rows(node: Any, v: Tensor, split: Split, shape: torch.Size) -> Gradients:
     """The table of an embedding."""
-    rows, v, kept = _looked_up(node, v, split)
+    rows, v = _looked_up(node, v, split, shape[0])
 
     def gradients(chunk: slice) -> Tensor:
         own = torch.arange(len(rows[chunk]), device=rows.device).unsqueeze(1) * shape[0] + rows[chunk]
         table = v.new_zeros(len(own) * shape[0], shape[1])
-        return table.index_add(0, own[kept[chunk]], v[chunk][kept[chunk]]).view(-1, *shape)
+        return table.index_add(0, own.flatten(), v[chunk].flatten(0, 1)).view(-1, *shape)
 
     return gradients
 
 
 def _row_squares(node: Any, v: Tensor, split: Split, shape: torch.Size) -> Tensor:
-    """The same without tables: an example's gradients are added up wherever it looks at a row again."""
-    rows, v, kept = _looked_up(node, v, split)
+    """The same without tables: an example's gradients are added up wherever it looks at a row again.
+
+    Pairs of example and row are sorted, and each takes the place of the first that is equal.
+    """
+    rows, v = _looked_up(node, v, split, shape[0])
     own = torch.arange(split.count, device=rows.device).unsqueeze(1) * shape[0] + rows
-    pairs, place = own[kept].unique(return_inverse=True)
-    gradients = v.new_zeros(len(pairs), shape[1]).index_add(0, place, v[kept])
+    pairs, order = own.flatten().sort(stable=True)
+    place = torch.searchsorted(pairs, pairs)
+    gradients = torch.zeros_like(v.flatten(0, 1)).index_add(0, place, v.flatten(0, 1)[order])
     return v.new_zeros(shape).index_add(0, pairs % shape[0], gradients.square())
 
 

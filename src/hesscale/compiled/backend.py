@@ -42,7 +42,8 @@ def stand_ins(fixed: Sequence[Tensor], dynamic: Sequence[Tensor] = ()) -> tuple[
     ]
 
     def guard() -> Guard:
-        code = sizes.produce_guards_expression(symbolic) if symbolic else None
+        # static ones too: int(x.shape[0]) or a loop over it makes a number of a symbol
+        code = sizes.produce_guards_expression(symbolic, ignore_static=False) if symbolic else None
         return lambda tensors: code is None or bool(sizes.evaluate_guards_expression(code, tensors))
 
     return [*found, *symbolic], guard

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,10 +16,13 @@ from torch.utils import _pytree as pytree
 
 from .. import leaves
 from ..backward import Missing
+from ..columns.dial import Rank, checked_rank
 from ..fast.workspace import lending, use_workspace, workspace_of
 from ..graph import plain_mode, storage_id
 from ..plan import method_named
+from ..walk import INFERENCE
 from .backend import Guard, lowered, replace_allocator
+from .facts import facts_around, facts_of_module
 from .tracing import Call, Result, trace_call
 
 _LOG: Final = logging.getLogger("hesscale.compile")
@@ -38,6 +41,11 @@ _SHARDED = (
 )
 _COMPILED = "the model was compiled by torch.compile already: pass the model inside it (compiled_model._orig_mod)"
 _SAMPLE = "missing='sample' cannot be compiled: register a rule, or pass missing='exact'"
+_TWICE = "a tensor that requires grad is given to the step twice, or is a parameter of the model: give it once"
+_SHARED = (
+    "loss_fn or the model writes to a tensor in place that shares its memory with another argument, parameter or "
+    "buffer, which cannot be compiled: pass a clone of one of them"
+)
 _NO_LEAF = "an argument of the step requires grad but is no leaf: detach it, or compute it inside loss_fn"
 
 
@@ -48,6 +56,7 @@ def compile(
     method: str = "hesscale",
     output: Callable[..., Any] | None = None,
     missing: Missing = "raise",
+    rank: Rank = 0,
     backend: str | Callable[..., Any] = "inductor",
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
@@ -57,7 +66,7 @@ def compile(
 
     It returns what ``loss_fn`` returns, the loss or a tuple that begins with it, without a graph, and fills ``p.grad``
     and ``p.curvature`` as ``hesscale.backward(loss)`` does; the same for tensors of the batch that require grad.
-    ``method`` and ``missing`` as there ("raise" or "exact"); ``output`` picks the network's output from what
+    ``method``, ``rank`` and ``missing`` as there ("raise" or "exact"); ``output`` picks the network's output from what
     ``loss_fn`` returns: ``output=lambda loss, logits: logits``. ``backend``, ``mode`` and ``options`` as in
     ``torch.compile``, and so ``dynamic``: one graph for all sizes of the batch, as far as it can be had. Each new kind
     of call (shapes, training or not, frozen parameters, ...) is traced and compiled when it first comes;
@@ -69,7 +78,7 @@ def compile(
     >>> model.weight.curvature
     tensor([[ 2., 18.]])
     """
-    return Step(loss_fn, model, Settings(method, output, missing, backend, mode, dict(options or {}), dynamic))
+    return Step(loss_fn, model, Settings(method, output, missing, rank, backend, mode, dict(options or {}), dynamic))
 
 
 class Optimizer(Protocol):
@@ -80,10 +89,10 @@ class Optimizer(Protocol):
 
 
 def compile_for(
-    optimizer: Optimizer, loss_fn: Callable[..., Any], model: nn.Module, *, method: str, **options: Any
+    optimizer: Optimizer, loss_fn: Callable[..., Any], model: nn.Module, *, method: str, rank: Rank, **options: Any
 ) -> Step:
     """As ``compile``, for an optimizer: where no curvature is due, a compiled pass without it runs."""
-    step = compile(loss_fn, model, method=method, **options)
+    step = compile(loss_fn, model, method=method, rank=rank, **options)
     step.is_due = lambda: optimizer.curvature_due
     return step
 
@@ -95,6 +104,7 @@ class Settings:
     method: str
     output: Callable[..., Any] | None
     missing: Missing
+    rank: Rank
     backend: str | Callable[..., Any]
     mode: str | None
     options: Mapping[str, Any]
@@ -118,8 +128,10 @@ class Kind(NamedTuple):
     parameters: tuple[Any, ...]
     buffers: tuple[Any, ...]
     training: tuple[bool, ...]
+    modules: tuple[Any, ...]
+    surroundings: tuple[Any, ...]
     autocast: tuple[Any, ...]
-    backends: tuple[bool, ...]
+    backends: tuple[Any, ...]
     curvature: bool
     rules: int
 
@@ -143,6 +155,7 @@ class Program(NamedTuple):
     fits: Guard  # whether it holds for a batch of its kind
     constants: frozenset[int]  # memory that belongs to the graph
     copies: bool  # what it returns is overwritten by its next run
+    overwritten: tuple[int, ...]  # which of its inputs it writes to
 
 
 @final
@@ -159,6 +172,8 @@ class Step:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What ``loss_fn(model, *args, **kwargs)`` returns; gradients and curvature are filled."""
+        if torch.is_inference_mode_enabled():
+            raise RuntimeError(INFERENCE)
         call = self._call(args, kwargs)
         kind = self._kind(call)
         program = next((one for one in self._programs.get(kind, ()) if one.fits(call.batch)), None)
@@ -166,6 +181,7 @@ class Step:
             program = self._compiled(kind, call)
         self._programs.move_to_end(kind)
         inputs = call.inputs
+        _refuse_shared(inputs, program.overwritten)
         leaves.clear_orphans()  # whose memory may serve again
         with plain_mode(), _memory_of(inputs):
             tensors = program.run(*inputs)
@@ -175,20 +191,32 @@ class Step:
         values, structure = pytree.tree_flatten((args, kwargs))
         if any(isinstance(v, Tensor) and v.requires_grad and not v.is_leaf for v in values):
             raise ValueError(_NO_LEAF)
-        return Call(dict(self.model.named_parameters()), dict(self.model.named_buffers()), values, structure)
+        call = Call(dict(self.model.named_parameters()), dict(self.model.named_buffers()), values, structure)
+        if len({*map(id, call.leaves)}) < len(call.leaves):
+            raise ValueError(_TWICE)
+        return call
 
     def _kind(self, call: Call) -> Kind:
         sdp = torch.backends.cuda
+        modules = dict(self.model.named_modules())
         return Kind(
             batch=tuple(map(_looks_without_size if self.settings.dynamic else _looks, call.values)),
             structure=call.structure,
             parameters=tuple((name, *_looks(p)) for name, p in call.parameters.items()),
             buffers=tuple((name, *_looks(buffer)) for name, buffer in call.buffers.items()),
-            training=tuple(module.training for module in self.model.modules()),
+            training=tuple(module.training for module in modules.values()),
+            modules=tuple(fact for name, module in modules.items() for fact in facts_of_module(name, module)),
+            surroundings=tuple(facts_around(self.loss_fn)),
             autocast=tuple(
                 torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda")
             ),
-            backends=(sdp.flash_sdp_enabled(), sdp.mem_efficient_sdp_enabled(), sdp.math_sdp_enabled()),
+            backends=(
+                sdp.flash_sdp_enabled(),
+                sdp.mem_efficient_sdp_enabled(),
+                sdp.math_sdp_enabled(),
+                torch.get_default_dtype(),
+                torch.get_float32_matmul_precision(),
+            ),
             curvature=self.is_due(),
             rules=self._rules.version,
         )
@@ -196,7 +224,7 @@ class Step:
     def _compiled(self, kind: Kind, call: Call) -> Program:
         self._say_why(kind)
         settings = self.settings
-        options = {"method": settings.method, "missing": settings.missing}
+        options = {"method": settings.method, "missing": settings.missing, "rank": settings.rank}
         with _word_when_slow():
             traced = trace_call(
                 self.loss_fn,
@@ -215,7 +243,7 @@ class Step:
             replace_allocator(lending)
         constants = frozenset(map(storage_id, _constants(traced.module)))
         copies = bool(tuning.get("triton.cudagraphs"))
-        program = Program(run, traced.result, traced.guard, constants, copies)
+        program = Program(run, traced.result, traced.guard, constants, copies, traced.overwritten)
         self._keep(kind, program)
         return program
 
@@ -237,7 +265,7 @@ class Step:
     def _written(self, program: Program, call: Call, tensors: Sequence[Tensor]) -> Any:
         """Gives leaves their gradient and curvature, and returns what loss_fn does."""
         result = program.result
-        count = sum(value is None for value in result.values)
+        count = result.count
         reached = [leaf for leaf, is_reached in zip(call.leaves, result.reached, strict=True) if is_reached]
         grads, curvatures = tensors[count : count + len(reached)], tensors[count + len(reached) :]
         taken = {*program.constants, *map(storage_id, call.inputs)}
@@ -273,6 +301,7 @@ def _accumulate(leaf: Tensor, grad: Tensor, taken: set[int]) -> None:
 def _refuse(model: nn.Module, settings: Settings) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(_NOT_A_MODULE.format(kind=type(model).__name__))
+    checked_rank(settings.rank)
     if settings.missing == "sample":
         raise ValueError(_SAMPLE)
     if hasattr(model, "_orig_mod"):
@@ -281,6 +310,13 @@ def _refuse(model: nn.Module, settings: Settings) -> None:
         raise NotImplementedError(_DDP)
     if any(hasattr(p, "to_local") for p in model.parameters()):
         raise NotImplementedError(_SHARDED)
+
+
+def _refuse_shared(inputs: Sequence[Tensor], overwritten: Sequence[int]) -> None:
+    """Each input was a tensor of its own while tracing: what is written to one must not show up in another."""
+    users = Counter(map(storage_id, inputs)) if overwritten else Counter()
+    if any(users[storage_id(inputs[index])] > 1 for index in overwritten):
+        raise ValueError(_SHARED)
 
 
 def _looks(value: Any) -> Any:
@@ -299,7 +335,7 @@ def _looks_without_size(value: Any) -> Any:
 
 def _constants(module: torch.fx.GraphModule) -> Iterator[Tensor]:
     names = {str(node.target) for node in module.graph.nodes if node.op == "get_attr"}
-    return (value for value in map(module.__getattr__, names) if isinstance(value, Tensor))
+    return (value for value in (getattr(module, name) for name in names) if isinstance(value, Tensor))
 
 
 def _name(function: Callable[..., Any]) -> str:

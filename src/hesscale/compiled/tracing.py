@@ -13,7 +13,7 @@ from typing import Any, Final, Literal
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.utils import _pytree as pytree
 
 from ..backward import derivatives
@@ -26,6 +26,15 @@ _VALUES = (
     "operation whose result has a size that depends on data), which is not known while it is compiled: compute with "
     "tensors (torch.where), pass the value as an argument that is no tensor, or call hesscale.backward instead"
 )
+_GENERATOR = (
+    "loss_fn or the model draws from a torch.Generator, which cannot be compiled: leave generator= out and call "
+    "torch.manual_seed, or pass what is drawn as an argument"
+)
+_REDRAWN = (
+    "the model draws random numbers (dropout) within torch.utils.checkpoint, and a compiled pass would draw others "
+    "when it recomputes them: leave the checkpoint or the dropout out, or call hesscale.backward instead"
+)
+_SPARSE = "a parameter gets a sparse gradient, which cannot be compiled: build its embedding with sparse=False"
 _NO_LOSS = "loss_fn must return the loss, a tensor of one element, or a tuple that begins with it, not {found}"
 _STRANGER = (
     "the loss depends on a tensor of shape {shape} that requires grad but is neither a parameter of the model nor an "
@@ -64,13 +73,18 @@ class Result:
     """What comes out of a graph beside its tensors: how many leaves are reached, and what loss_fn returns."""
 
     reached: tuple[bool, ...]  # for each leaf
-    values: tuple[Any, ...]  # what loss_fn returns; None where a tensor goes
+    values: tuple[_Constant | _Tensor, ...]  # what loss_fn returns
     structure: Any
+
+    @property
+    def count(self) -> int:
+        """Of the tensors among what loss_fn returns."""
+        return sum(isinstance(value, _Tensor) for value in self.values)
 
     def restored(self, tensors: Sequence[Tensor]) -> Any:
         """What loss_fn returns, made of its tensors."""
         rest = iter(tensors)
-        values = [next(rest) if value is None else value.value for value in self.values]
+        values = [value.value if isinstance(value, _Constant) else value.read(next(rest)) for value in self.values]
         return pytree.tree_unflatten(values, self.structure)
 
 
@@ -82,11 +96,22 @@ class Traced:
     result: Result
     inputs: Sequence[Tensor]  # without values
     guard: Guard  # of the batch: whether the graph holds for it
+    overwritten: tuple[int, ...]  # which of the inputs the graph writes to
 
 
 @dataclass(frozen=True)
 class _Constant:
     value: Any
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """A tensor, or a number that depends on data or on sizes of the batch, and leaves the graph as one."""
+
+    is_number: bool
+
+    def read(self, tensor: Tensor) -> Any:
+        return tensor.item() if self.is_number else tensor
 
 
 class _Bound(nn.Module):
@@ -140,14 +165,17 @@ def trace_call(
         with torch.enable_grad():
             state = {f"{_MODEL}.{name}": tensor for name, tensor in given.items()}
             returned = functional_call(bound, state, (args, kwargs, given))
+        before = _nodes_so_far()
         loss = _loss_of(returned)
         _refuse_strangers(loss, leaves)
         grads, curvatures = _pass(loss, leaves, with_curvature, _outputs(output, returned), options)
+        _refuse_sparse(grads)
+        _refuse_redrawn(before)
         found, structure = pytree.tree_flatten(returned)
         reached = tuple(grad is not None for grad in grads)
-        kept = tuple(None if isinstance(value, Tensor) else _Constant(value) for value in found)
+        kept = tuple(map(_kept, found))
         results.append(Result(reached, kept, structure))
-        tensors = [value.detach() for value in found if isinstance(value, Tensor)]
+        tensors = [_as_tensor(value) for value, how in zip(found, kept, strict=True) if isinstance(how, _Tensor)]
         return *tensors, *(t for t in (*grads, *curvatures) if t is not None)
 
     state = [*call.parameters.values(), *call.buffers.values()]
@@ -155,7 +183,8 @@ def trace_call(
     with _left_as_it_was(model), _traceable():
         mode: Literal["symbolic", "fake"] = "symbolic" if dynamic else "fake"
         module = make_fx(run, tracing_mode=mode, _allow_non_fake_inputs=True)(*inputs)
-    return Traced(_relaxed(module), results[-1], inputs, guard())
+    _refuse_generators(module)
+    return Traced(_relaxed(module), results[-1], inputs, guard(), _overwritten(module))
 
 
 def _relaxed(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
@@ -182,9 +211,33 @@ def _written_by(node: torch.fx.Node) -> Iterator[int | None]:
     yield from (_memory(node.kwargs[a.name]) for a in schema.arguments if a.is_out and a.name in node.kwargs)
 
 
+def _overwritten(module: torch.fx.GraphModule) -> tuple[int, ...]:
+    written = {memory for node in module.graph.nodes if hasattr(node.target, "_schema") for memory in _written_by(node)}
+    inputs = (node for node in module.graph.nodes if node.op == "placeholder")
+    return tuple(index for index, node in enumerate(inputs) if _memory(node) in written)
+
+
 def _memory(node: Any) -> int | None:
     value = node.meta.get("val") if isinstance(node, torch.fx.Node) else None
     return storage_id(value) if isinstance(value, Tensor) else None
+
+
+_NUMBERS: Final[Mapping[type, torch.dtype]] = {
+    torch.SymInt: torch.int64,
+    torch.SymFloat: torch.float64,
+    torch.SymBool: torch.bool,
+}
+
+
+def _kept(value: Any) -> _Constant | _Tensor:
+    is_number = type(value) in _NUMBERS
+    return _Tensor(is_number) if is_number or isinstance(value, Tensor) else _Constant(value)
+
+
+def _as_tensor(value: Any) -> Tensor:
+    if isinstance(value, Tensor):
+        return value.detach()
+    return torch.full((), value, dtype=_NUMBERS[type(value)])
 
 
 def _leaf(stand_in: Tensor, like: Tensor, leaves: list[Tensor]) -> Tensor:
@@ -216,6 +269,36 @@ def _pass(
     if with_curvature:
         return derivatives(loss, leaves, output=output, **options)
     return torch.autograd.grad(loss, leaves, allow_unused=True), ()
+
+
+def _nodes_so_far() -> set[str]:
+    """The names of what has been traced up to now."""
+    mode: Any = get_proxy_mode()
+    return {node.name for node in mode.tracer.graph.nodes}
+
+
+def _refuse_redrawn(before: set[str]) -> None:
+    """Only a checkpoint draws while gradients are computed; the random signs of ``rank=`` are ``randint``."""
+    mode: Any = get_proxy_mode()
+    for node in mode.tracer.graph.nodes:
+        tags = getattr(node.target, "tags", ())
+        if torch.Tag.nondeterministic_seeded in tags and node.name not in before and "randint" not in str(node.target):
+            raise RuntimeError(_REDRAWN)
+
+
+def _refuse_sparse(grads: Sequence[Tensor | None]) -> None:
+    if any(grad is not None and grad.layout is not torch.strided for grad in grads):
+        raise ValueError(_SPARSE)
+
+
+def _refuse_generators(module: torch.fx.GraphModule) -> None:
+    """Where one was made and seeded in ``loss_fn``, compiled calls would draw on instead of again."""
+    for node in module.graph.nodes:
+        given = (
+            [getattr(module, str(node.target), None)] if node.op == "get_attr" else [*node.args, *node.kwargs.values()]
+        )
+        if any(isinstance(value, torch.Generator) for value in given):
+            raise RuntimeError(_GENERATOR)
 
 
 def _refuse_strangers(loss: Tensor, leaves: Sequence[Tensor]) -> None:

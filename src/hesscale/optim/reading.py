@@ -91,9 +91,9 @@ class ReadsCurvature(Optimizer):
     def compile(self, loss_fn: Callable[..., Any], model: nn.Module, **options: Any) -> Step:
         """``hesscale.compile(loss_fn, model)`` by this optimizer's method; without curvature where it is not due."""
         source = self._known_source()
-        if not isinstance(source, Propagated) or source.rank:
-            raise ValueError(f"only passes of rank 0 by hesscale.backward can be compiled, not {source}")
-        return compile_for(self, loss_fn, model, method=source.name, **options)
+        if not isinstance(source, Propagated):
+            raise ValueError(f"only passes by hesscale.backward can be compiled, not {source}")
+        return compile_for(self, loss_fn, model, method=source.name, rank=source.rank, **options)
 
     def _known_source(self) -> Source:
         if self.source is None:

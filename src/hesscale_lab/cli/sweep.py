@@ -15,12 +15,12 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 
+from ..compact import find_run
 from ..histories import read_history
 from ..optimizers import PAPERS, optimizer_named
 from ..options import Options, combinations
 from ..plugins import read_plugin
 from ..report.estimate import estimate, percent, plain
-from ..runs import Run
 from ..sweeps import Sweep, grid
 from ..sweeps import sweep as search
 from ..tasks.table import task_named
@@ -191,7 +191,7 @@ def _describe(settings: Settings) -> str:
 def _show(found: Sweep, task: str, out: Path) -> None:
     rows, counts = [], set()
     for name, best in found.chosen.items():
-        runs = [Run(p.folder) for p in found.repeated if p.settings.label == name and p.has_ended]
+        runs = [find_run(p.folder) for p in found.repeated if p.settings.label == name and p.has_ended]
         histories = [history for history in map(read_history, runs) if history is not None]
         if not histories:
             continue

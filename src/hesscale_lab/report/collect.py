@@ -9,9 +9,10 @@ from functools import cached_property
 from pathlib import Path
 from zlib import crc32
 
+from ..compact import INDEX, stored_runs
 from ..histories import METRICS, State
 from ..plots.colors import styles
-from ..runs import CONFIG, Run
+from ..runs import CONFIG, DamagedRunError, Run
 from ..wording import counted, power
 from .estimate import Estimate, estimate
 from .reading import Conditions, Setting, Study, Training, read_study, read_training, settings_in
@@ -121,7 +122,7 @@ def collect(folders: Iterable[Path]) -> Collection:
     trained: dict[Conditions, dict[Setting, list[Training]]] = {}
     studies: list[Study] = []
     left_out: list[str] = []
-    for run in _runs(folders):
+    for run in _runs(folders, left_out):
         try:
             config = settings_in(run)
             if config.get("kind") == "train":
@@ -137,9 +138,17 @@ def collect(folders: Iterable[Path]) -> Collection:
     return Collection(tuple(sorted(experiments, key=lambda e: e.title)), tuple(studies), tuple(left_out))
 
 
-def _runs(folders: Iterable[Path]) -> Iterator[Run]:
-    found = {path.parent.resolve(): path.parent for folder in folders for path in sorted(folder.rglob(CONFIG))}
-    yield from map(Run, found.values())
+def _runs(folders: Iterable[Path], left_out: list[str]) -> Iterator[Run]:
+    """Each run once: its folder, or where there is none what was stored of it."""
+    found: dict[Path, Run] = {}
+    for folder in folders:
+        for path in sorted(folder.rglob(INDEX)):
+            try:
+                found |= {run.folder.resolve(): run for run in stored_runs(path.parent)}
+            except DamagedRunError as error:
+                left_out.append(str(error))
+        found |= {path.parent.resolve(): Run(path.parent) for path in sorted(folder.rglob(CONFIG))}
+    yield from found.values()
 
 
 def _experiment(conditions: Conditions, settings: Mapping[Setting, list[Training]]) -> Experiment:

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..compact import StoredRun
 from ..histories import History, read_history
 from ..optimizers import EARLIER_NAMES
 from ..options import words
-from ..runs import CONFIG, ENVIRONMENT, METRICS, Run
+from ..runs import CONFIG, METRICS, Run
 from ..studies.reading import Record, read
 from .kinds import Kind, kind_of
 from .table import Table
@@ -69,7 +70,7 @@ class Study:
 
 def settings_in(run: Run) -> Config:
     """What its config.json says."""
-    config = _json(run.folder / CONFIG)
+    config = run.config if isinstance(run, StoredRun) else _json(run.folder / CONFIG)
     if not isinstance(config, dict):
         raise ValueError(f"{CONFIG} holds no settings")
     return config
@@ -182,8 +183,8 @@ def _command(config: Config) -> str:
 def _environment(run: Run) -> str:
     """The run's environment in one line; none is no reason to leave the run out."""
     try:
-        content = _json(run.folder / ENVIRONMENT)
-    except ValueError:
+        content: object = run.environment
+    except (OSError, ValueError, TypeError, RecursionError):
         return ""
     return ", ".join(f"{name} {value}" for name, value in content.items()) if isinstance(content, dict) else ""
 

@@ -22,7 +22,8 @@ from hesscale.applications import pruning
 from .. import checkpoints
 from ..batches import generator_for
 from ..tasks.networks import mlp
-from ..tasks.table import TASKS, Task
+from ..tasks.table import TASKS
+from ..tasks.task import Task
 from .diagonals import DIAGONALS, Batches, Diagonal
 from .reading import Record
 
@@ -257,12 +258,12 @@ def removals(model: nn.Module, batches: Batches, *, count: int, generator: torch
     }
     start, changes = F.cross_entropy(exact(x), y), []
     for name, own in places.items():
-        flat = weights[name].view(-1)
-        for place in own.tolist():
-            kept = flat[place].clone()
-            flat[place] = 0
+        w = weights[name]
+        for place in zip(*(index.tolist() for index in torch.unravel_index(own, w.shape)), strict=True):
+            kept = w[place].clone()
+            w[place] = 0
             changes.append(F.cross_entropy(exact(x), y) - start)
-            flat[place] = kept
+            w[place] = kept
     return Removals(places, torch.stack(changes))
 
 

@@ -1,0 +1,187 @@
+"""Runs stored as two files: nothing is lost or rounded, and train, sweep and report know them as before."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from hesscale_lab import compact as compact_module
+from hesscale_lab import durable, training
+from hesscale_lab.cli.compact import compact as compact_command
+from hesscale_lab.cli.sweep import sweep as sweep_command
+from hesscale_lab.compact import INDEX, TABLE, StoredRun, compact, find_run
+from hesscale_lab.report.collect import collect
+from hesscale_lab.report.write import write
+from hesscale_lab.runs import DamagedRunError, OtherRunError, Run
+from hesscale_lab.training import Settings, folder_of, train, trained_model
+from hesscale_lab.workers import Standing, run_all
+
+from .made_up_runs import ADAM, make_run, make_seeds
+
+SMALL = Settings("digits", "AdaHesScale", 0.01, 0.9, 0.999, seed=0, epochs=1, subset=96, options=(("every", 2),))
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
+def content(run: Run) -> tuple[object, ...]:
+    return run.config, run.environment, run.records
+
+
+def some_runs(root: Path) -> list[Run]:
+    runs = make_seeds(root, ADAM, [[2, 1, 1 / 3, 1e-17], [2.5, 1, 1, 0.1]])
+    return [*runs, make_run(root, replace(ADAM, optimizer="AdaHesScale"), [2.0, 1.0], end="not finite")]
+
+
+def test_nothing_is_lost_and_nothing_is_rounded(tmp_path: Path) -> None:
+    runs = some_runs(tmp_path)
+    before = {run.folder: content(run) for run in runs}
+    assert compact(tmp_path).count == 3
+    assert files(tmp_path) == [TABLE, INDEX]
+    for folder, kept in before.items():
+        found = find_run(folder)
+        assert isinstance(found, StoredRun) and content(found) == kept
+        assert [type(value) for record in found.records for value in record.values()] == [
+            type(value)
+            for record in kept[2]  # type: ignore[attr-defined]
+            for value in record.values()
+        ]
+
+
+def test_a_person_and_pandas_can_read_the_table(tmp_path: Path) -> None:
+    some_runs(tmp_path)
+    compact(tmp_path)
+    rows = list(csv.DictReader((tmp_path / TABLE).read_text().splitlines()))
+    assert len(rows) == 10 and rows[0]["run"] == "digits/AdaHesScale/lr1e-03-b0-b0.999-e3/seed0"
+    assert {row["run"].split("/")[1] for row in rows} == {"Adam", "AdaHesScale"}
+    assert float(rows[-1]["valid_loss"]) == 0.1 and rows[-1]["epoch"] == "3"
+    index = json.loads((tmp_path / INDEX).read_text())
+    assert len(index["environments"]) == 1 and index["common"]["task"] == "digits"
+    assert len((tmp_path / INDEX).read_text().splitlines()) == 8  # a line for each run
+
+
+def test_the_report_is_the_same(tmp_path: Path) -> None:
+    some_runs(tmp_path / "runs")
+    for name in ("before", "after"):
+        write(collect([tmp_path / "runs"]), tmp_path / name)
+        compact(tmp_path / "runs")
+    for name in ("report.html", "report.csv"):
+        assert (tmp_path / "before" / name).read_bytes() == (tmp_path / "after" / name).read_bytes()
+
+
+def test_a_run_that_is_both_a_folder_and_stored_counts_once(tmp_path: Path) -> None:
+    runs = some_runs(tmp_path)
+    compact(tmp_path)
+    make_run(tmp_path, ADAM, [2, 1, 1 / 3, 1e-17])
+    (experiment,) = collect([tmp_path, tmp_path]).experiments
+    assert experiment.chosen["Adam"].seeds == (0, 1)
+    assert compact(tmp_path).count == len(runs) and files(tmp_path) == [TABLE, INDEX]
+
+
+def test_what_has_not_ended_stays_and_goes_on(tmp_path: Path) -> None:
+    some_runs(tmp_path)
+    unfinished = make_run(tmp_path, replace(ADAM, lr=0.5), [2, 1], end=None)
+    found = compact(tmp_path)
+    assert found.left == (f"{unfinished.folder}: it has not ended",)
+    assert (unfinished.folder / "metrics.jsonl").exists()
+    make_run(tmp_path, replace(ADAM, lr=0.25), [2, 1, 1, 1])
+    assert compact(tmp_path).count == 4  # what was stored before, and one more
+
+
+def test_another_run_of_the_same_name_is_not_thrown_away(tmp_path: Path) -> None:
+    make_run(tmp_path, ADAM, [2, 1, 1, 1])
+    compact(tmp_path)
+    other = make_run(tmp_path, ADAM, [2, 1, 1, 0.5])
+    assert compact(tmp_path).left == (f"{other.folder}: runs.json holds another run of this name",)
+    assert other.records[3]["test_loss"] == 0.5
+    (stored,) = compact_module.stored_runs(tmp_path)
+    assert stored.records[3]["test_loss"] == 1
+
+
+@pytest.mark.parametrize("place", range(5))
+def test_a_kill_at_any_moment_loses_nothing(place: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_run(tmp_path, replace(ADAM, lr=0.5), [3, 2, 1, 1])
+    compact(tmp_path)
+    runs = some_runs(tmp_path)
+    before = {run.folder: content(run) for run in runs}
+    changes = 0
+
+    def count(path: Path) -> None:
+        nonlocal changes
+        changes += path.name != ".lock"  # which a kill would leave, unlocked
+        if changes > place and path.name != ".lock":
+            raise KeyboardInterrupt
+
+    replaced, unlink = durable.replace, Path.unlink
+    with monkeypatch.context() as patch:
+        patch.setattr(durable, "replace", lambda path, *more: (count(path), replaced(path, *more)))
+        patch.setattr(Path, "unlink", lambda path, **options: (count(path), unlink(path, **options)))
+        with pytest.raises(KeyboardInterrupt):
+            compact(tmp_path)
+    for _ in range(2):
+        assert {folder: content(find_run(folder)) for folder in before} == before
+        assert compact(tmp_path).count == 4
+    assert files(tmp_path) == [TABLE, INDEX]
+
+
+def test_training_knows_a_stored_run_and_its_weights_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = folder_of(SMALL, tmp_path)
+    kept = train(SMALL, folder).records
+    compact(tmp_path)
+    assert files(tmp_path) == [f"digits/AdaHesScale/{folder.parent.name}/seed0/weights.pt", TABLE, INDEX]
+    monkeypatch.setattr(training, "load_data", lambda *more, **options: pytest.fail("nothing needs to be read"))
+    assert train(SMALL, folder).records == kept
+    assert trained_model(folder)[1].weight.shape[1] == 64  # type: ignore[index]
+    assert train(SMALL, folder_of(SMALL, Path(tmp_path))).config["options"] == {"every": 2}
+    with pytest.raises(OtherRunError, match="holds a run with other"):
+        train(replace(SMALL, lr=0.02), folder)
+
+
+def test_a_sweep_goes_on_from_stored_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for lr, last in ((1e-3, 1.0), (1e-2, 0.5)):
+        make_seeds(tmp_path, replace(ADAM, lr=lr), [[2, 1, 1, last], [2, 1, 1, last]])
+    compact(tmp_path / "digits")  # a folder above the runs, whichever
+    (found,) = run_all([ADAM], tmp_path)
+    assert (found.standing, found.valid_loss) == (Standing.FINISHED, 1)
+    app = typer.Typer()
+    app.command()(sweep_command)
+    options = ["--optimizers", "Adam", "--lrs", "1e-3,1e-2", "--beta1s", "0", "--beta2s", "0.999", "--epochs", "3"]
+    monkeypatch.setitem(sys.modules, "ray", None)
+    result = CliRunner().invoke(app, ["digits", *options, "--seeds", "2", "--out", str(tmp_path)])
+    assert result.exit_code == 0
+    assert "│ 1e-2 │ 0, 0.999 │ 4.500 │ 0.5000 ± 0.0000 │ 95.00 ± 0.00 │" in result.stdout
+
+
+@pytest.mark.parametrize("name, text", [(INDEX, "{"), (INDEX, "[]"), (TABLE, "run,epoch\nx,y\n"), (TABLE, None)])
+def test_damaged_files_are_one_sentence(name: str, text: str | None, tmp_path: Path) -> None:
+    some_runs(tmp_path)
+    compact(tmp_path)
+    (tmp_path / name).unlink()
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    with pytest.raises(DamagedRunError, match="cannot be read"):
+        find_run(folder_of(ADAM, tmp_path))
+    (left_out,) = collect([tmp_path]).left_out
+    assert "runs.json and runs.csv cannot be read" in left_out and "\n" not in left_out
+
+
+def test_the_command_says_what_it_did(tmp_path: Path) -> None:
+    app = typer.Typer()
+    app.command()(compact_command)
+    some_runs(tmp_path)
+    make_run(tmp_path, replace(ADAM, lr=0.5), [2, 1], end=None)
+    result = CliRunner().invoke(app, [str(tmp_path)])
+    assert (result.exit_code, result.stdout) == (0, f"{tmp_path / TABLE} and runs.json hold 3 runs\n")
+    assert result.stderr.startswith("hesscale: left as it is ") and result.stderr.endswith("it has not ended\n")
+    (tmp_path / "empty").mkdir()
+    assert CliRunner().invoke(app, [str(tmp_path / "empty")]).stdout.startswith("no finished training in ")
+    missing = CliRunner().invoke(app, [str(tmp_path / "missing")])
+    assert (missing.exit_code, missing.stderr) == (2, f"hesscale: {tmp_path / 'missing'} is not a folder\n")
