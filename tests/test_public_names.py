@@ -15,6 +15,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import hesscale
+import hesscale.applications.laplace
+import hesscale.applications.step_size
 from hesscale.rules import RULES
 
 API = (Path(__file__).parents[1] / "docs" / "api.md").read_text(encoding="utf-8")

@@ -32,6 +32,12 @@ class EWC(nn.Module):
 
     Its ``state_dict`` holds all parabolas, and goes into a fresh ``EWC`` of the same model. The model's own parameters
     are no part of it.
+
+    >>> model, batches = nn.Linear(2, 1), [(torch.randn(8, 2), torch.randn(8, 1))]
+    >>> ewc = hesscale.applications.consolidation.EWC(model, strength=10.0)
+    >>> ewc.consolidate(F.mse_loss, batches)  # the first task is learned
+    >>> ewc().item()  # to be added to the loss of the second
+    0.0
     """
 
     def __init__(self, model: nn.Module, *, strength: float = 1.0, decay: float = 1.0, separate: bool = False) -> None:

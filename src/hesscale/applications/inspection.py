@@ -34,7 +34,12 @@ class Layer:
 
 @dataclass(frozen=True)
 class Inspection:
-    """All parameters, in the model's order. Prints as a table."""
+    """All parameters, in the model's order. Prints as a table.
+
+    >>> model, batches = nn.Linear(2, 1), [(torch.randn(8, 2), torch.randn(8, 1))]
+    >>> [layer.name for layer in hesscale.applications.inspect(model, F.mse_loss, batches).layers]
+    ['weight', 'bias']
+    """
 
     layers: tuple[Layer, ...]
     diagonal: Mapping[str, Tensor] = field(repr=False)
@@ -74,6 +79,10 @@ def inspect(
         ½ Σ_i h_i Δ²/12 = Δ²/24 · trace
 
     in its quadratic model: below zero where the trace is.
+
+    >>> model, batches = nn.Linear(2, 1, bias=False), [(torch.tensor([[1.0, 3.0]]), torch.zeros(1, 1))]
+    >>> hesscale.applications.inspect(model, F.mse_loss, batches).layers[0].trace
+    20.0
     """
     diagonal = diagonal_over(model, loss_fn, batches, **how)
     layers = tuple(_layer(name, h, model.get_parameter(name).detach()) for name, h in diagonal.items() if h.numel())

@@ -58,6 +58,11 @@ def laplace(
     ``loss_fn`` is the mean negative log-likelihood of a batch: ``cross_entropy`` for classification,
     ``half_squared_error`` for regression, whose ``noise`` is the variance of the targets. A ``diagonal=`` computed
     elsewhere is that of the mean loss, over so many ``examples``. Put the model in evaluation mode before.
+
+    >>> model, batches = nn.Linear(4, 3), [(torch.randn(8, 4), torch.randint(3, (8,)))]
+    >>> posterior = hesscale.applications.laplace.laplace(model, F.cross_entropy, batches)
+    >>> posterior.predict(torch.randn(5, 4)).shape  # probabilities of classes
+    torch.Size([5, 3])
     """
     if likelihood not in LIKELIHOODS:
         raise ValueError(f"unknown likelihood {likelihood!r}: choose one of {', '.join(map(repr, LIKELIHOODS))}")
@@ -126,7 +131,13 @@ def _outputs(model: nn.Module, inputs: Any) -> Any:
 
 @dataclass(frozen=True)
 class Posterior:
-    """N(θ*, 1 / (N c / noise + τ)) over the parameters of a model, by name."""
+    """N(θ*, 1 / (N c / noise + τ)) over the parameters of a model, by name.
+
+    >>> model, batches = nn.Linear(4, 3), [(torch.randn(8, 4), torch.randint(3, (8,)))]
+    >>> posterior = hesscale.applications.laplace.laplace(model, F.cross_entropy, batches)
+    >>> all((variance <= 1).all() for variance in posterior.variance.values())  # the prior's is 1
+    True
+    """
 
     model: nn.Module
     mean: Mapping[str, Tensor]  # θ*

@@ -34,7 +34,12 @@ Scores = dict[tuple[nn.Module, str], Tensor]
 
 @dataclass(frozen=True)
 class Pruned:
-    """What a network lost."""
+    """What a network lost.
+
+    >>> model, batches = nn.Linear(4, 2), [(torch.randn(8, 4), torch.randn(8, 2))]
+    >>> hesscale.applications.pruning.prune(model, 0.5, F.mse_loss, batches).sparsity
+    0.5
+    """
 
     sparsity: float  # the share of zeros among the weights that took part
     by_parameter: Mapping[str, float]  # the same for each of them
@@ -58,6 +63,12 @@ def saliencies(
 
     Of matrices, filters and the like; of biases and other vectors where ``params`` names them. Weights that are masked
     already have 0. Names are those from before pruning.
+
+    >>> model, batches = nn.Linear(2, 1, bias=False), [(torch.tensor([[1.0, 3.0]]), torch.zeros(1, 1))]
+    >>> model.weight.data.fill_(1.0)
+    tensor([[1., 1.]])
+    >>> hesscale.applications.pruning.saliencies(model, F.mse_loss, batches)
+    {'weight': tensor([[1., 9.]])}
     """
     if order not in ("obd", "second"):
         raise ValueError(f'order must be "obd" or "second", not {order!r}')
@@ -90,6 +101,11 @@ def scores(
 
     With ``groups`` (see ``neurons`` and ``heads``) every member of a group has the group's sum: what ``ln_structured``
     with n=1 ranks by.
+
+    >>> model, batches = nn.Linear(2, 1), [(torch.randn(8, 2), torch.randn(8, 1))]
+    >>> found = hesscale.applications.pruning.scores(model, F.mse_loss, batches)
+    >>> torch.nn.utils.prune.global_unstructured(
+    ...     [(model, "weight")], torch.nn.utils.prune.L1Unstructured, found, amount=0.5)
     """
     chosen, numbers, how = _chosen(model, groups, how)
     found = _absolute(model, loss_fn, batches, order, how)
@@ -119,6 +135,11 @@ def prune(
 
     Masks are those of ``torch.nn.utils.prune``: ``weight_orig`` and ``weight_mask`` in place of ``weight``, both in
     ``state_dict`` (``load_pruned`` reads it into a fresh model), made final by ``torch.nn.utils.prune.remove``.
+
+    >>> model, batches = nn.Linear(4, 2), [(torch.randn(8, 4), torch.randn(8, 2))]
+    >>> print(hesscale.applications.pruning.prune(model, 0.5, F.mse_loss, batches))
+    50.0% of the weights removed in one round
+      weight: 50.0%
     """
     chosen, numbers, how = _chosen(model, groups, how)
     refuse_shared(model, chosen)

@@ -67,6 +67,12 @@ class TrustRegion(ReadsCurvature):
     Call ``optimizer.backward(loss)`` in place of ``loss.backward()``. ``method=None``: c is what ``refresh`` was given.
     Param groups, state and schedulers are those of ``inner``, and u is all it does, decoupled weight decay included.
     ``factor`` is what the last update was multiplied by. Parameters that have no curvature yet do not count.
+
+    >>> model, x = nn.Linear(2, 1), torch.randn(8, 2)
+    >>> inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> optimizer = hesscale.applications.step_size.TrustRegion(inner, delta=0.01)
+    >>> optimizer.backward(model(x).square().mean())
+    >>> optimizer.step()
     """
 
     inner: Optimizer

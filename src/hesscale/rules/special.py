@@ -98,7 +98,44 @@ def bessel_i1(x: Tensor) -> Pair:
     """I₁(x):  f' = I₀ − I₁/x,  f'' = I₁ − I₂/x."""
     y, i0 = torch.special.i1(x), torch.special.i0(x)
     ratio = _over(y, x, 0.5)
-    return i0 - ratio, y - torch.where(x.abs() < 1, _i2_over_x(x), (i0 - 2 * ratio) / x)
+    return i0 - ratio, y - torch.where(x.abs() < 1, _order_2_over_x(x, 1), (i0 - 2 * ratio) / x)
+
+
+def bessel_j0(x: Tensor) -> Pair:
+    """J₀(x):  f' = −J₁,  f'' = J₁/x − J₀."""
+    j1 = torch.special.bessel_j1(x)
+    return -j1, _over(j1, x, 0.5) - torch.special.bessel_j0(x)
+
+
+def bessel_j1(x: Tensor) -> Pair:
+    """J₁(x):  f' = J₀ − J₁/x,  f'' = J₂/x − J₁."""
+    y, j0 = torch.special.bessel_j1(x), torch.special.bessel_j0(x)
+    ratio = _over(y, x, 0.5)
+    return j0 - ratio, torch.where(x.abs() < 1, _order_2_over_x(x, -1), (2 * ratio - j0) / x) - y
+
+
+def bessel_y0(x: Tensor) -> Pair:
+    """Y₀(x):  f' = −Y₁,  f'' = Y₁/x − Y₀."""
+    y1 = torch.special.bessel_y1(x)
+    return -y1, y1 / x - torch.special.bessel_y0(x)
+
+
+def bessel_y1(x: Tensor) -> Pair:
+    """Y₁(x):  f' = Y₀ − Y₁/x,  f'' = (2Y₁/x − Y₀)/x − Y₁."""
+    y, y0 = torch.special.bessel_y1(x), torch.special.bessel_y0(x)
+    return y0 - y / x, (2 * y / x - y0) / x - y
+
+
+def bessel_k0(x: Tensor) -> Pair:
+    """K₀(x):  f' = −K₁,  f'' = K₀ + K₁/x."""
+    k1 = torch.special.modified_bessel_k1(x)
+    return -k1, torch.special.modified_bessel_k0(x) + k1 / x
+
+
+def bessel_k1(x: Tensor) -> Pair:
+    """K₁(x):  f' = −K₀ − K₁/x,  f'' = K₁ + (K₀ + 2K₁/x)/x."""
+    y, k0 = torch.special.modified_bessel_k1(x), torch.special.modified_bessel_k0(x)
+    return -k0 - y / x, y + (k0 + 2 * y / x) / x
 
 
 def scaled_bessel_i0(x: Tensor) -> Pair:
@@ -114,17 +151,17 @@ def scaled_bessel_i1(x: Tensor) -> Pair:
     """e^(−|x|) I₁(x), with i₀, i₂ alike:  f' = i₀ − f/x − sign(x) f,  f'' = 2f − 2 sign(x) (i₀ − f/x) − i₂/x."""
     y, i0, sign = torch.special.i1e(x), torch.special.i0e(x), x.sign()
     ratio = _over(y, x, 0.5)
-    i2_over_x = torch.where(x.abs() < 1, _i2_over_x(x) * (-x.abs()).exp(), (i0 - 2 * ratio) / x)
+    i2_over_x = torch.where(x.abs() < 1, _order_2_over_x(x, 1) * (-x.abs()).exp(), (i0 - 2 * ratio) / x)
     first, second = i0 - ratio - sign * y, 2 * y - 2 * sign * (i0 - ratio) - i2_over_x
     far_first, far_second = _scaled_bessel_far(x, 1)
     beyond = x.abs() > _FAR_BESSEL
     return torch.where(beyond, far_first, first), torch.where(beyond, sign * far_second, second)
 
 
-def _i2_over_x(x: Tensor) -> Tensor:
-    """I₂(x)/x around zero:  x/4 Σ (x²/4)^k / (k! (k+2)!)."""
+def _order_2_over_x(x: Tensor, sign: int) -> Tensor:
+    """I₂(x)/x (sign 1) or J₂(x)/x (−1) around zero:  x/4 Σ (± x²/4)^k / (k! (k+2)!)."""
     near = x.clamp(-1, 1)
-    terms = [1 / (math.factorial(k) * math.factorial(k + 2)) for k in range(9)]
+    terms = [sign**k / (math.factorial(k) * math.factorial(k + 2)) for k in range(9)]
     return near / 4 * _polynomial(near.square() / 4, terms)
 
 
@@ -156,7 +193,13 @@ register(unary(erf), "ErfBackward0")
 register(unary(erfc), "ErfcBackward0")
 register(in_double(scaled_erfc), "SpecialErfcxBackward0")
 register(in_double(log_normal), "SpecialLogNdtrBackward0")
-register(in_double(bessel_i0), "I0Backward0")
-register(in_double(bessel_i1), "SpecialI1Backward0")
+register(in_double(bessel_i0), "I0Backward0", "SpecialModifiedBesselI0Backward0")
+register(in_double(bessel_i1), "SpecialI1Backward0", "SpecialModifiedBesselI1Backward0")
+register(in_double(bessel_j0), "SpecialBesselJ0Backward0")
+register(in_double(bessel_j1), "SpecialBesselJ1Backward0")
+register(in_double(bessel_y0), "SpecialBesselY0Backward0")
+register(in_double(bessel_y1), "SpecialBesselY1Backward0")
+register(in_double(bessel_k0), "SpecialModifiedBesselK0Backward0")
+register(in_double(bessel_k1), "SpecialModifiedBesselK1Backward0")
 register(in_double(scaled_bessel_i0), "SpecialI0EBackward0")
 register(in_double(scaled_bessel_i1), "SpecialI1EBackward0")

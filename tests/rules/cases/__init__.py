@@ -1,5 +1,6 @@
 """The rows of the table of rule tests, by subject."""
 
+from ...versions import has_node
 from ..case import Case
 from . import (
     activation,
@@ -20,7 +21,7 @@ from . import (
     selection,
 )
 
-CASES: list[Case] = [
+ALL: list[Case] = [
     *activation.CASES,
     *arithmetic.CASES,
     *complex_numbers.CASES,
@@ -38,3 +39,6 @@ CASES: list[Case] = [
     *reduction.CASES,
     *selection.CASES,
 ]
+
+CASES = [case for case in ALL if has_node(case.node)]
+"""Those that the installed torch has the node for."""
