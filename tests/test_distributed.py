@@ -18,6 +18,7 @@ from torch.multiprocessing import ProcessExitedException, spawn
 from torch.nn.parallel import DistributedDataParallel
 
 import hesscale
+from hesscale.applications.step_size import TrustRegion
 from hesscale.optim import CurvatureScaled
 
 PROCESSES = 2
@@ -78,6 +79,10 @@ def sharded(model: nn.Module) -> nn.Module:
     return model
 
 
+def limited(params: Any, lr: float, **options: Any) -> TrustRegion:
+    return TrustRegion(torch.optim.Adam(params, lr=lr), 1e-6, **options)
+
+
 Wrap = Callable[[nn.Module], nn.Module]
 CASES: dict[str, tuple[Wrap, Any, dict[str, Any], dict[str, Any]]] = {
     "ddp": (replicated, hesscale.AdaHesScale, {"weight_decay": 0.1}, {}),
@@ -102,6 +107,8 @@ CASES: dict[str, tuple[Wrap, Any, dict[str, Any], dict[str, Any]]] = {
         {"weight_decay": 0.1},
         {"micro_batches": 4, "delay": True},
     ),
+    "ddp, Adam in a trust region": (replicated, limited, {"every": 2}, {"micro_batches": 2}),
+    "fsdp, Adam in a trust region": (sharded, limited, {}, {}),
 }
 WITHOUT_A_LINE = "fsdp, Gauss-Newton, attached"
 """Most cases call ``synchronize``, which sharded parameters can do without."""

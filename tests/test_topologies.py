@@ -168,7 +168,7 @@ def test_double_precision_targets_of_a_single_precision_model() -> None:
     model = nn.Linear(3, 2)
     x, y = torch.randn(5, 3), torch.randn(5, 2, dtype=torch.float64)
     try:
-        F.mse_loss(model(x), y).backward()
+        torch.autograd.grad(F.mse_loss(model(x), y), model.weight)
     except RuntimeError:
         pytest.skip("this torch gives no gradient either")
     hesscale.backward(F.mse_loss(model(x), y))

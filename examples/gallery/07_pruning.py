@@ -3,8 +3,8 @@ Optimal brain damage: pruning by curvature
 ==========================================
 
 Which weights can go? The smallest ones, says magnitude pruning; those whose loss would cost least,
-½ h w² with the diagonal h of the Hessian, says optimal brain damage (LeCun et al. 1989). Both on a
-small network trained on digits, in one round and without any fine-tuning.
+½ h w² with the diagonal h of the Hessian, says optimal brain damage (LeCun et al. 1989). Both on one
+small network trained on digits, without any fine-tuning.
 """
 
 import copy
@@ -30,7 +30,9 @@ for _ in range(80):
     optimizer.step()
 
 # %%
-# One call prunes a copy of the model. A diagonal of ones makes it magnitude pruning.
+# One call prunes a copy of the model. A diagonal of ones makes it magnitude pruning. In one round
+# curvature does worse than magnitude here: where most weights go at once, the loss is no parabola any
+# more. In twenty rounds, with curvature found anew in each, it does better.
 batches = [(images[train], labels[train])]
 ones = {name: torch.ones_like(p) for name, p in model.named_parameters()}
 WAYS = {
@@ -48,7 +50,6 @@ for label, how in WAYS.items():
         pruning.prune(pruned, share, F.cross_entropy, batches, **how)
         with torch.no_grad():
             right.append(float((pruned(images[test]).argmax(1) == labels[test]).float().mean()))
-    print(label, [f"{share:.3f}" for share in right])
     axis.plot([100 * share for share in shares], right, marker="o", label=label)
 axis.set(xlabel="weights removed, %", ylabel="accuracy on held-out digits")
 axis.legend()

@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import Optimizer
 
 import hesscale
@@ -51,6 +52,7 @@ class Row:
     damps: bool = True  # λ is added to ε
     decays: bool = False  # it is given λ as its own weight_decay
     adds: bool = True  # λp is added to the gradient before the step
+    twice: bool = False  # it differentiates twice
     betas: bool = True  # whether it has β₁ and β₂
     options: Mapping[str, Any] = field(default_factory=dict)
     takes: tuple[str, ...] = ()  # of OPTIONS
@@ -84,7 +86,7 @@ OPTIMIZERS: dict[str, Row] = {
     "Adam": Row(_adam, takes=("eps",)),
     "AdamFused": Row(_fused_adam, damps=False, decays=True, adds=False, takes=("eps",)),
     "AdaBL89": Row(hesscale.AdaBL89, options=_FREE, takes=_CURVED),
-    "AdaHessian": Row(hesscale.AdaHessian, damps=False, decays=True, options=_FREE, takes=_CURVED),
+    "AdaHessian": Row(hesscale.AdaHessian, damps=False, decays=True, twice=True, options=_FREE, takes=_CURVED),
     "AdaGGNMC": Row(hesscale.AdaGGNMC, options={"scale": "mean", **_FREE}, takes=_CURVED),
     "AdaHesScaleGN": Row(hesscale.AdaHesScaleGN, options=_FREE, takes=_RANKED),
     "AdaHesScale": Row(hesscale.AdaHesScale, options=_FREE, takes=_RANKED),
@@ -147,6 +149,11 @@ def backward(optimizer: Optimizer, loss: Tensor, *, generator: torch.Generator |
         for group in optimizer.param_groups:
             if group["l2"]:
                 torch._foreach_add_([p.grad for p in group["params"]], group["params"], alpha=group["l2"])
+
+
+def kernels_for(name: str) -> AbstractContextManager[None]:
+    """Within it a model runs by kernels that the optimizer can use: fused attention is differentiated only once."""
+    return sdpa_kernel(SDPBackend.MATH) if optimizer_named(name).twice else nullcontext()
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from hashlib import sha256
+from inspect import signature
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -86,9 +87,25 @@ def _rows(plugin: Plugin, table: str, found: Any) -> dict[str, Any]:
     kind, there = next((kind, rows) for name, kind, rows in _KINDS if name == table)
     if not isinstance(found, Mapping) or not all(isinstance(row, kind) for row in found.values()):
         raise PluginError(f"{table} of the plugin {plugin.name} must be a dict of names and {kind.__name__}s")
-    for name in found:
+    for name, row in found.items():
         if not isinstance(name, str) or not name.replace("-", "").replace("_", "").isalnum():
             raise PluginError(f"{name!r} in the plugin {plugin.name} is no name: take letters, digits, - and _")
         if name in there and (table, name) not in _ADDED:
             raise PluginError(f"{name!r} in the plugin {plugin.name} is there already: choose another name")
+        if lack := _lack(row):
+            raise PluginError(f"{name!r} in the plugin {plugin.name} {lack}")
     return dict(found)
+
+
+def _lack(row: Task | Row) -> str | None:
+    """What a row lacks that training is going to need, in words."""
+    if isinstance(row, Task):
+        missing = [name for name in ("load", "make") if getattr(type(row), name) is getattr(Task, name)]
+        return f"has no {' and no '.join(missing)}: a task overrides them" if missing else None
+    try:
+        signature(row.make).bind([], lr=0.1, betas=(0.9, 0.999), fused=False, **row.options)
+    except TypeError as error:
+        return f"cannot be made from groups, lr, betas and fused ({error})"
+    except ValueError:  # written in C, without a signature
+        pass
+    return None

@@ -20,7 +20,7 @@ from .batches import load as load_data
 from .compact import find_run
 from .histories import is_finished
 from .locks import alone
-from .optimizers import backward, leaps_expected, make_optimizer, require_fitting, warm_up
+from .optimizers import backward, kernels_for, leaps_expected, make_optimizer, require_fitting, warm_up
 from .options import Options, flags, label, words
 from .plugins import Plugin, load_plugin
 from .processes import Team
@@ -282,7 +282,8 @@ class _Training:
             progress.note(loss, outputs, y)
 
     def _step(self, x: Tensor, y: Tensor, probes: torch.Generator) -> tuple[float, Tensor]:
-        outputs = self.shared(x)
+        with kernels_for(self.settings.optimizer):
+            outputs = self.shared(x)
         loss = self.task.loss(outputs, y)
         value = self.team.average(loss.detach())
         if not math.isfinite(value):

@@ -61,6 +61,12 @@ def test_it_prints_as_a_table() -> None:
     assert len({len(line) for line in lines}) == 1
 
 
+def test_a_parameter_without_entries_has_no_row() -> None:
+    model, batches = problem()
+    model.register_parameter("nothing", nn.Parameter(torch.zeros(0, dtype=torch.float64)))
+    assert len(inspect(model, F.cross_entropy, batches).layers) == 4
+
+
 def test_what_is_refused() -> None:
     model, batches = problem()
     batches[0][0][0, 0] = torch.nan

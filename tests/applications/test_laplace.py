@@ -200,3 +200,28 @@ def test_bad_priors_are_refused() -> None:
     flat = laplace(network(), diagonal={n: torch.zeros_like(p) for n, p in network().named_parameters()}, examples=3)
     with pytest.raises(ValueError, match="all zero"):
         flat.with_likeliest_prior()
+
+
+def test_every_call_draws_afresh_unless_it_has_a_generator() -> None:
+    found, x = laplace(network(), F.cross_entropy, classes()), draws(3, 4)
+    assert not torch.equal(found.predict(x, samples=2), found.predict(x, samples=2))
+    once, again = (found.predict(x, samples=2, generator=torch.Generator().manual_seed(1)) for _ in range(2))
+    assert torch.equal(once, again)
+
+
+def test_batches_may_come_from_a_generator_with_progress(capsys: pytest.CaptureFixture[str]) -> None:
+    found = laplace(network(), F.cross_entropy, iter(classes()), progress=True)
+    assert found.examples == 12
+    assert "3 batches" in capsys.readouterr().err
+    laplace(network(), F.cross_entropy, classes(), progress=True)
+    assert "3/3 batches" in capsys.readouterr().err
+
+
+def test_shapes_of_a_regression_are_checked() -> None:
+    with pytest.raises(ValueError, match=r"outputs have shape \(3, 1\), but targets \(3,\)"):
+        half_squared_error(draws(3, 1), draws(3))
+    flat = nn.Sequential(nn.Linear(4, 1), nn.Flatten(0)).double()
+    found = laplace(flat, half_squared_error, [(draws(5, 4), draws(5))], likelihood="regression")
+    with pytest.raises(ValueError, match="use samples= instead"):
+        found.predict(draws(2, 4))
+    assert found.predict(draws(2, 4), samples=3)[0].shape == (2,)

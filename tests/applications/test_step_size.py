@@ -341,3 +341,41 @@ def test_a_diagonal_of_another_model_is_refused() -> None:
     optimizer = TrustRegion(INNER["Adam"](model.parameters()), 1e-4, method=None)
     with pytest.raises(ValueError, match="made for another model"):
         optimizer.refresh(other, diagonal=dict(other.named_parameters()))
+
+
+@pytest.mark.parametrize("method", ["squared_gradient", "hesscale"])
+def test_a_loss_may_be_attached(method: str) -> None:
+    models = [network(), network()]
+    optimizers = [TrustRegion(INNER["Adam"](model.parameters()), 1e-4, method=method) for model in models]
+    train(models[0], optimizers[0], steps=1)
+    with optimizers[1].armed():
+        pass
+    optimizers[1].attach(F.cross_entropy(models[1](batch()[0]), batch()[1])).backward()
+    optimizers[1].step()
+    assert torch.equal(flat(models[0]), flat(models[1]))
+
+
+def test_a_step_that_nothing_limits_is_refused() -> None:
+    model = network()
+    optimizer = TrustRegion(INNER["Adam"](model.parameters()), 1e-4, method=None)
+    F.cross_entropy(model(batch()[0]), batch()[1]).backward()
+    before = flat(model)
+    with pytest.raises(RuntimeError, match=r"call optimizer.refresh\(model, ...\) before it"):
+        optimizer.step()
+    assert torch.equal(flat(model), before)
+
+
+@pytest.mark.parametrize("scheduler", ["OneCycleLR", "ReduceLROnPlateau", "CosineAnnealingLR", "SWALR"])
+def test_schedulers_of_torch_find_what_they_need(scheduler: str) -> None:
+    model = network()
+    optimizer = TrustRegion(INNER["Adam"](model.parameters()), 1e-4)
+    made: dict[str, Callable[[], Any]] = {
+        "OneCycleLR": lambda: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=4),
+        "ReduceLROnPlateau": lambda: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer),
+        "CosineAnnealingLR": lambda: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 4),
+        "SWALR": lambda: torch.optim.swa_utils.SWALR(optimizer, swa_lr=0.01),
+    }
+    one = made[scheduler]()
+    for _ in range(3):
+        train(model, optimizer, steps=1)
+        one.step(*([1.0] if scheduler == "ReduceLROnPlateau" else []))

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-ALONE = ("plain_loop", "fine_tuning")
+ALONE = ("plain_loop", "fine_tuning", "pruning", "continual_learning", "inspection", "uncertainty")
 FRAMEWORKS = {
     "lightning_trainer": ("lightning",),
     "accelerate_loop": ("accelerate",),
@@ -19,6 +19,8 @@ FRAMEWORKS = {
 }
 LAUNCHED = ("several_processes",)
 COMPILED = ("compiled_loop",)
+PLAYED = {"a2c": "20", "ppo": "2"}
+"""On environments of gymnasium, for so many rounds of play."""
 
 
 def assert_learned(output: str) -> None:
@@ -33,7 +35,7 @@ def run(*command: str) -> str:
 
 
 def test_none_is_forgotten() -> None:
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*ALONE, *FRAMEWORKS, *LAUNCHED, *COMPILED}
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*ALONE, *FRAMEWORKS, *LAUNCHED, *COMPILED, *PLAYED}
 
 
 @pytest.mark.parametrize("name", ALONE)
@@ -53,6 +55,18 @@ def test_with_a_framework(name: str) -> None:
     if missing:
         pytest.skip(f"{', '.join(missing)} not installed: pip install 'hesscale[examples]'")
     assert_learned(run(str(EXAMPLES / f"{name}.py")))
+
+
+@pytest.mark.parametrize("name", PLAYED)
+def test_that_play(name: str) -> None:
+    if importlib.util.find_spec("gymnasium") is None:
+        pytest.skip("gymnasium not installed: pip install 'hesscale[rl]'")
+    assert re.fullmatch(r"return -?\d+\n", run(str(EXAMPLES / f"{name}.py"), PLAYED[name]))
+
+
+def test_those_that_play_are_short() -> None:
+    for name in (*PLAYED, "uncertainty"):
+        assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= 40
 
 
 def test_with_several_processes() -> None:

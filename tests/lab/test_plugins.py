@@ -105,6 +105,18 @@ def test_workers_know_the_plugin_by_value(plugin: Path, tmp_path: Path) -> None:
         ("TASKS = {'mine': 3}", "TASKS of the plugin my.py must be a dict of names and Tasks"),
         ("OPTIMIZERS = ['mine']", "OPTIMIZERS of the plugin my.py must be a dict of names and Rows"),
         (
+            "from hesscale_lab.tasks.task import Task\nTASKS = {'half': Task('half', 1)}",
+            "'half' in the plugin my.py has no load and no make: a task overrides them",
+        ),
+        (
+            "from hesscale_lab.optimizers import Row\nOPTIMIZERS = {'Bad': Row(lambda groups, lr: None)}",
+            "'Bad' in the plugin my.py cannot be made from groups, lr, betas and fused (got an unexpected keyword",
+        ),
+        (
+            "from hesscale_lab.optimizers import Row\nOPTIMIZERS = {'None': Row(None)}",
+            "'None' in the plugin my.py cannot be made from groups, lr, betas and fused (None is not a callable",
+        ),
+        (
             "from hesscale_lab.optimizers import Row\nOPTIMIZERS = {'Adam': Row(None)}",
             "'Adam' in the plugin my.py is there already: choose another name",
         ),
@@ -129,7 +141,7 @@ def test_a_bad_plugin_is_one_sentence(source: str | None, complaint: str, tmp_pa
 
 def test_nothing_of_a_plugin_is_taken_if_a_part_of_it_is_bad(tmp_path: Path) -> None:
     path = tmp_path / "half.py"
-    task = "from hesscale_lab.tasks.task import Task\nTASKS = {'mine': Task('mine', 1)}\n"
+    task = "from hesscale_lab.tasks.text import TextTask\nTASKS = {'mine': TextTask('mine', 1)}\n"
     path.write_text(f"{task}OPTIMIZERS = {{'mine': 1}}")
     with pytest.raises(PluginError, match="must be a dict of names and Rows"):
         read_plugin(path)

@@ -85,7 +85,7 @@ def inspect(
     20.0
     """
     diagonal = diagonal_over(model, loss_fn, batches, **how)
-    layers = tuple(_layer(name, h, model.get_parameter(name).detach()) for name, h in diagonal.items())
+    layers = tuple(_layer(name, h, model.get_parameter(name).detach()) for name, h in diagonal.items() if h.numel())
     return Inspection(layers, diagonal)
 
 

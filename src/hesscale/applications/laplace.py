@@ -13,7 +13,7 @@ there would be none, but training seldom ends at one. ``Posterior.clamped`` says
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Unpack
 
@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev, vmap
 
-from ..estimators.api import examples_in
+from ..estimators.api import examples_in, fresh_generator
 from ..estimators.problem import LossFunction, without_traces
-from .over_batches import Batches, How, diagonal_over, on_device
+from .over_batches import Batches, How, diagonal_over, on_device, reporter
 
 LIKELIHOODS = ("classification", "regression")
 GRID = tuple(10.0 ** (k / 2) for k in range(-8, 9))
@@ -35,7 +35,11 @@ _NO_EXAMPLES = "how many examples was this diagonal averaged over? Say so: examp
 
 def half_squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
     """½ Σ_d (f_d − y_d)², the mean over examples: the loss of a regression whose noise has variance 1."""
-    return 0.5 * ((outputs - targets) ** 2).flatten(1).sum(1).mean()
+    if outputs.shape != targets.shape:
+        raise ValueError(
+            f"outputs have shape {tuple(outputs.shape)}, but targets {tuple(targets.shape)}: make them alike"
+        )
+    return 0.5 * ((outputs - targets) ** 2).sum() / len(outputs)
 
 
 def laplace(
@@ -71,7 +75,9 @@ def laplace(
     if how.get("diagonal") is None:
         how.setdefault("method", "hesscale_gn")
     seen = _Seen(model, loss_fn)
-    stream = None if batches is None else _Counted(batches, seen)
+    stream = None if batches is None else seen.passing(batches)
+    if batches is not None:
+        how["progress"] = reporter(batches, how.get("progress", False))
     found = diagonal_over(model, loss_fn, stream, **how)
     if how.get("diagonal") is not None and stream is not None:
         for _ in stream:
@@ -99,7 +105,13 @@ class _Seen:
         self._model, self._loss_fn = model, loss_fn
         self.examples, self.total, self.outputs = 0, 0.0, 0
 
-    def note(self, batch: Any) -> None:
+    def passing(self, batches: Batches) -> Iterator[tuple[Any, Any]]:
+        """The same batches, each noted before it is handed on."""
+        for batch in batches:
+            self._note(batch)
+            yield batch
+
+    def _note(self, batch: Any) -> None:
         if self._loss_fn is None or not isinstance(batch, (tuple, list)) or len(batch) != 2:
             return  # diagonal_over says what is wrong
         inputs, targets = on_device((batch[0], batch[1]), next(self._model.parameters()).device)
@@ -109,19 +121,6 @@ class _Seen:
             self.total += count * float(self._loss_fn(outputs, targets))
         self.outputs = outputs[0].numel() if isinstance(outputs, Tensor) else 0
         self.examples += count
-
-
-class _Counted(Iterable[tuple[Any, Any]]):
-    def __init__(self, batches: Batches, seen: _Seen) -> None:
-        self._batches, self._seen = batches, seen
-
-    def __len__(self) -> int:
-        return len(self._batches)  # type: ignore[arg-type]
-
-    def __iter__(self) -> Iterator[tuple[Any, Any]]:
-        for batch in self._batches:
-            self._seen.note(batch)
-            yield batch
 
 
 def _outputs(model: nn.Module, inputs: Any) -> Any:
@@ -238,7 +237,11 @@ class Posterior:
 
     @torch.no_grad()
     def draw(self, inputs: Tensor, *, samples: int, generator: torch.Generator | None = None) -> Tensor:
-        """Outputs [samples, batch, outputs] of networks drawn from the posterior. The model itself stays as it is."""
+        """Outputs [samples, batch, outputs] of networks drawn from the posterior. The model itself stays as it is.
+
+        Without a generator every call draws afresh.
+        """
+        generator = fresh_generator() if generator is None else generator
         scale = {name: variance.sqrt() for name, variance in self.variance.items()}
         found = []
         with without_traces(self.model):
@@ -269,8 +272,10 @@ class Posterior:
         mean = {name: value.detach() for name, value in self.mean.items()}
 
         def outputs(params: dict[str, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
-            f = functional_call(self.model, params, (x[None],)).squeeze(0)
-            return f, f
+            f = functional_call(self.model, params, (x[None],))
+            if not isinstance(f, Tensor) or f.ndim != 2:
+                raise ValueError("a linearized network needs outputs of shape [batch, outputs]: use samples= instead")
+            return f[0], f[0]
 
         each = vmap(jacrev(outputs, has_aux=True), in_dims=(None, 0), randomness="error")
         for part in inputs.split(chunk):

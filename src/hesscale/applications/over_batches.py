@@ -70,7 +70,7 @@ def diagonal_over(
         samples=samples,
         rank=rank,
         generator=generator,
-        progress=_reporter(batches, progress),
+        progress=reporter(batches, progress),
     )
     return finite(found, "the diagonal")
 
@@ -83,7 +83,7 @@ def derivatives_over(
         raise TypeError("a gradient is found with loss_fn and batches: pass both")
     chosen = chosen_parameters(model, how.get("params"))
     mean = _MeanGradient(model, loss_fn, chosen)
-    how["progress"] = report = _reporter(batches, how.get("progress", False))
+    how["progress"] = report = reporter(batches, how.get("progress", False))
     seen = mean.passing(batches)
     if how.get("diagonal") is not None:
         for done, _ in enumerate(seen, start=1):
@@ -162,7 +162,8 @@ def _fitting(given: Mapping[str, Tensor], chosen: Mapping[str, Tensor]) -> dict[
     return finite({name: given[name].detach().to(p) for name, p in chosen.items()}, "the diagonal")
 
 
-def _reporter(batches: Batches, progress: Progress) -> Callable[[int], None]:
+def reporter(batches: Batches, progress: Progress) -> Callable[[int], None]:
+    """What is told how many batches are done."""
     if callable(progress):
         return progress
     if not progress:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Unpack
 
@@ -145,6 +146,14 @@ class TrustRegion(ReadsCurvature):
         else:
             super().backward(loss, retain_graph=retain_graph, **options)
 
+    def attach(self, loss: Tensor, **options: Any) -> Tensor:
+        """The same ``loss``; when curvature is due, a ``.backward()`` on it fills ``p.curvature`` too."""
+        return loss if self.source is None else super().attach(loss, **options)
+
+    def armed(self, **options: Any) -> AbstractContextManager[None]:
+        """Within it every ``backward`` that reaches these parameters fills ``p.curvature`` when due."""
+        return nullcontext() if self.source is None else super().armed(**options)
+
     def refresh(
         self, model: nn.Module, loss_fn: LossFunction | None = None, batches: Batches | None = None, **how: Unpack[How]
     ) -> None:
@@ -162,6 +171,10 @@ class TrustRegion(ReadsCurvature):
             self._average(p, h, beta=0.0 if self.method is None else self.beta)
 
     def _update(self) -> None:
+        if self.method is None and not self._averages:
+            raise RuntimeError(
+                "nothing limits this step: with method=None call optimizer.refresh(model, ...) before it"
+            )
         self._run_curvature_hooks()
         places = [
             (group, i) for group in self.param_groups for i, p in enumerate(group["params"]) if p.grad is not None

@@ -63,7 +63,7 @@ def estimate(
         raise ValueError(f"rank= goes with 'hesscale' and 'hesscale_gn', not with {method!r}")
     inputs, targets = inputs_and_targets(batch)
     chosen = chosen_parameters(model, params)
-    generator = _fresh() if generator is None else generator
+    generator = fresh_generator() if generator is None else generator
     problem = Problem(model, loss_fn, inputs, targets, chosen, samples, generator, rank)
     with without_traces(model):
         found = ESTIMATORS[method](problem)
@@ -98,7 +98,7 @@ def estimate_over(
     {'weight': tensor([[5., 5.]])}
     """
     _check_method(method, "estimate_over(method, model, loss_fn, loader)")
-    generator = _fresh() if generator is None else generator
+    generator = fresh_generator() if generator is None else generator
     totals: dict[str, Tensor] = {}
     count = 0
     for done, batch in enumerate(loader, start=1):
@@ -150,7 +150,8 @@ def _lengths(values: Any) -> Iterator[int]:
             yield from _lengths(value)
 
 
-def _fresh() -> torch.Generator:
+def fresh_generator() -> torch.Generator:
+    """A generator that nobody has drawn from, seeded by chance."""
     generator = torch.Generator()
     generator.seed()  # torch's default would be the same draws in every call
     return generator

@@ -16,7 +16,7 @@ def report(
     folders: Annotated[list[Path], typer.Argument(metavar="DIR…", help="Folders with runs, at any depth.")],
     out: Annotated[Path, typer.Option(help="Folder for report.html, the figures and the numbers.")] = Path("report"),
 ) -> None:
-    """Draw finished runs: learning curves, sensitivity, tables with standard errors, as one HTML page and as CSV.
+    """Draw finished runs: learning curves, sensitivity, wins and losses per second, as one HTML page and as CSV.
 
     Reads run folders only and never trains. Studies in the folders (quality, cost) are drawn as well. A run that cannot
     be read is named and left out.

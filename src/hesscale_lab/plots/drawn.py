@@ -25,9 +25,9 @@ class Drawn:
     narrow: Figure | None = None
 
 
-def save(figure: Figure, stem: Path) -> list[Path]:
-    """The paths of the figure as PNG and as SVG."""
-    paths = [stem.with_name(f"{stem.name}.{kind}") for kind in ("png", "svg")]
+def save(figure: Figure, stem: Path, kinds: Sequence[str] = ("png", "svg")) -> list[Path]:
+    """The paths of the figure as files of these kinds."""
+    paths = [stem.with_name(f"{stem.name}.{kind}") for kind in kinds]
     for path in paths:
         # without a date, so that the same numbers make the same file
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)

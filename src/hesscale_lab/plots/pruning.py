@@ -37,11 +37,11 @@ def figures(config: Config, records: Records) -> Iterator[Drawn]:
     if not networks:
         return
     figure = Figure(figsize=(4.0 * len(networks), 6.6), layout="constrained", dpi=150)
-    panels = figure.subplots(2, len(networks), squeeze=False, sharex=True)
+    panels = figure.subplots(2, len(networks), squeeze=False, sharex="col")
     for row, (key, words) in zip(panels, _ROWS.items(), strict=True):
         for axes, network in zip(row, networks, strict=True):
             own = [record for record in records if record["network"] == network]
-            _draw(axes, config["sparsities"], own, key)
+            _draw(axes, own[0]["sparsities"], own, key)
             if key == "one_shot":
                 axes.set_title(verbatim(SUBJECTS[network].title if network in SUBJECTS else network), fontsize="small")
         row[0].set_ylabel(f"test accuracy, {words}")

@@ -18,7 +18,7 @@ from .drawn import Config, Drawn, Records, tidy, verbatim
 Line = Literal["-", "--"]
 
 _CAPTION = (
-    "Mean return at the end of training over the step size, bars of ± 2 standard errors over seeds. Dashed: the "
+    "Mean return at the end of training over the step size, bars of ± one standard error over seeds. Dashed: the "
     "paper's algorithm, without a bound."
 )
 
@@ -60,7 +60,7 @@ def _shown(names: list[str]) -> dict[str, tuple[str, str, Line]]:
 def _draw(axes: Axes, optimizers: dict[str, Outcomes], shown: dict[str, tuple[str, str, Line]]) -> None:
     for name, own in optimizers.items():
         color, mark, line = shown[name]
-        means, bars = [found.mean for found in own.values()], [2 * found.error for found in own.values()]
+        means, bars = [found.mean for found in own.values()], [found.error for found in own.values()]
         axes.errorbar([*own], means, bars, color=color, marker=mark, linestyle=line, markersize=4, linewidth=1.3)
     axes.set_xscale("log")
     axes.xaxis.set_major_locator(LogLocator())

@@ -10,7 +10,7 @@ from pathlib import Path
 from zlib import crc32
 
 from ..compact import INDEX, stored_runs
-from ..histories import METRICS, State
+from ..histories import METRICS, History, State
 from ..plots.colors import styles
 from ..runs import CONFIG, DamagedRunError, Run
 from ..wording import counted, power
@@ -37,6 +37,7 @@ class Series:
     unfinished: int  # runs that are not part of the means, or all of them if none is finished
     commands: tuple[str, ...]
     environments: tuple[str, ...]
+    histories: tuple[History, ...]  # as the seeds
 
     @property
     def epochs(self) -> int:
@@ -175,6 +176,7 @@ def _series(setting: Setting, runs: Sequence[Training]) -> Series:
         unfinished=len(runs) - len(ended),
         commands=tuple(dict.fromkeys(run.command for run in used)),
         environments=tuple(dict.fromkeys(run.environment for run in used)),
+        histories=tuple(histories),
     )
 
 

@@ -12,14 +12,16 @@ from ..histories import METRICS
 from ..studies.approximation_quality import STAGES, summarize
 from .collect import Collection, Experiment, Series
 from .kinds import COST, QUALITY, Kind
+from .per_second import baseline_of, comparisons
 
 Row = Mapping[str, Any]
 
 
 def write_numbers(collection: Collection, out: Path) -> list[Path]:
-    """The paths of report.csv (trainings), quality.csv and cost.csv, as far as there is anything to write."""
+    """The paths of report.csv (trainings), seconds.csv, quality.csv and cost.csv, those that have something in them."""
     files = {
         "report.csv": _trainings(collection.experiments),
+        "seconds.csv": _per_second(collection.experiments),
         "quality.csv": _estimates(collection),
         "cost.csv": _steps(collection),
     }
@@ -41,11 +43,10 @@ def _write(path: Path, rows: list[Row]) -> Path | None:
 def _trainings(experiments: Iterable[Experiment]) -> Iterator[Row]:
     """Means over seeds and their standard errors (_se), every setting, every epoch."""
     for experiment in experiments:
-        common = {"task": experiment.task, "subset": experiment.subset, "fields": experiment.fields}
         for series in experiment.series:
             chosen = int(experiment.chosen[series.label] is series)
             for row in _epochs(series):
-                yield {**common, "of_epochs": experiment.epochs, "chosen": chosen, **row}
+                yield {**_conditions(experiment), "chosen": chosen, **row}
 
 
 def _epochs(series: Series) -> Iterator[Row]:
@@ -56,6 +57,29 @@ def _epochs(series: Series) -> Iterator[Row]:
             mean, error = series.values[name][epoch]
             row |= {name: mean, f"{name}_se": _known(error)}
         yield row
+
+
+def _per_second(experiments: Iterable[Experiment]) -> Iterator[Row]:
+    """Every optimizer beside Adam, by measured seconds."""
+    for experiment in experiments:
+        for found in comparisons(experiment):
+            series = found.series
+            row = {**_conditions(experiment), "against": baseline_of(experiment), "optimizer": series.optimizer}
+            row |= {"options": series.options, "lr": series.lr, "beta1": series.beta1, "beta2": series.beta2}
+            row |= {"seeds": found.seeds, "reached": found.reached}
+            for name in ("seconds", "time", "area"):
+                mean, error = getattr(found, name) or (math.nan, math.nan)
+                row |= {name: _known(mean), f"{name}_se": _known(error)}
+            yield {**row, "time_verdict": found.time_verdict, "area_verdict": found.area_verdict}
+
+
+def _conditions(experiment: Experiment) -> dict[str, Any]:
+    return {
+        "task": experiment.task,
+        "subset": experiment.subset,
+        "fields": experiment.fields,
+        "of_epochs": experiment.epochs,
+    }
 
 
 def _known(value: float) -> float | str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from .estimate import percent
 from .numbers import write_numbers
 from .page import Picture, Section, page
 from .paper import paper_curves
+from .per_second import per_second_table
 from .reading import Study
 from .table import Table
 from .tables import final_table, settings_table
@@ -39,10 +41,11 @@ def write(collection: Collection, out: Path) -> Written:
     written: list[Path] = []
     sections, left_out = [], []
     parts: tuple[Experiment | Study, ...] = (*collection.experiments, *collection.studies)
+    names = _file_names(collection.studies)
     for number, part in enumerate(parts):
         try:
             if isinstance(part, Study):
-                sections.append(_study_section(part, number))
+                sections.append(_study_section(part, number, out / names[part.folder], written))
             else:
                 sections.append(_experiment_section(part, out, written))
         except OSError:
@@ -70,6 +73,8 @@ def _experiment_section(experiment: Experiment, out: Path, written: list[Path]) 
     environments = tuple(dict.fromkeys(line for series in chosen for line in series.environments))
     commands = tuple(command for series in chosen for command in series.commands)
     blocks: list[Picture | Table | str] = [final_table(experiment, paper_curves(experiment.task))]
+    if (per_second := per_second_table(experiment)) is not None:
+        blocks.append(per_second)
     for drawn in _figures(experiment):
         paths = save(drawn.figure, out / f"{experiment.name}-{drawn.name}")
         written += paths
@@ -120,11 +125,21 @@ def _describe(experiment: Experiment, caption: str) -> str:
     return f"{experiment.title}. {caption.split('. ')[0]}. Final test accuracy: {finals}."
 
 
-def _study_section(study: Study, number: int) -> Section:
+def _file_names(studies: Sequence[Study]) -> dict[Path, str]:
+    """What the figures of each study begin with: its folder below the one that all are in, such as quality-paper."""
+    places = {study.folder: study.folder.resolve() for study in studies}
+    shared = Path(os.path.commonpath([place.parent for place in places.values()])) if places else Path()
+    return {folder: "-".join(place.relative_to(shared).parts) for folder, place in places.items()}
+
+
+def _study_section(study: Study, number: int, stem: Path, written: list[Path]) -> Section:
     commands, environments = (str(study.config.get("command", "")),), (study.environment,)
     pictures = [(f"{name}.", content) for name, content in study.pictures]
     if study.kind and study.records:
-        pictures += [(d.caption, as_png(d.figure)) for d in study.kind.figures(study.config, study.records)]
+        for drawn in study.kind.figures(study.config, study.records):
+            paths = save(drawn.figure, stem.with_name(f"{stem.name}-{drawn.name}"), ("png",))
+            written += paths
+            pictures.append((drawn.caption, paths[0].read_bytes()))
     blocks = [
         Picture(caption, f"{study.title}. {caption}", content, None, commands, environments)
         for caption, content in pictures

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from matplotlib.figure import Figure
 
 from hesscale_lab.plots import cost, error_per_time, learning_curves, sensitivity
 from hesscale_lab.plots.learning_curves import Against
+from hesscale_lab.report import write as writing
 from hesscale_lab.report.collect import Experiment, collect
 from hesscale_lab.report.paper import paper_curves
 from hesscale_lab.report.write import write
@@ -175,3 +178,22 @@ def test_figures_turn_dark_with_the_page(tmp_path: Path) -> None:
     text = (tmp_path / "report" / "report.html").read_text()
     assert "@media (prefers-color-scheme: dark) { .card { filter: invert(" in text
     assert text.count("<img") == text.count('<div class="card') == 2
+
+
+def test_the_report_of_the_committed_runs_draws_every_figure_of_the_documents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def named(figure: Figure, stem: Path, kinds: Sequence[str] = ("png",)) -> list[Path]:
+        stem.with_name(f"{stem.name}.png").write_bytes(b"drawn, but not rendered")
+        return [stem.with_name(f"{stem.name}.png")]
+
+    monkeypatch.setattr(writing, "save", named)
+    monkeypatch.setattr(writing, "as_png", lambda figure: b"")
+    assert not write(collect([RESULTS]), tmp_path).left_out
+    root = RESULTS.parent
+    linked = {
+        name
+        for document in (root / "README.md", *(root / "docs").glob("*.md"))
+        for name in re.findall(r"\((?:\.\./)?results/([^)]*\.(?:png|svg))\)", document.read_text())
+    }
+    assert linked and linked <= {f"report/{path.name}" for path in tmp_path.iterdir()}

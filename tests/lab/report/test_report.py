@@ -234,6 +234,7 @@ def test_the_page_needs_nothing_else(tmp_path: Path) -> None:
     assert {path.name for path in out.iterdir()} == {
         "report.html",
         "report.csv",
+        "seconds.csv",
         *(f"{name}.{kind}" for name in names for kind in ("png", "svg")),
     }
     text = (out / "report.html").read_text()

@@ -20,7 +20,14 @@ from hesscale_lab.tasks.networks import mlp
 
 from ..small_archives import write_mnist
 
-TINY = {"strengths": [0.1, 1.0], "seeds": [0, 1], "train": 6, "epochs": 1, "curvature": 6, "measured": 4}
+TINY = {
+    "strengths": {name: [0.1, 1.0] for name in continual.BENCHMARKS},
+    "seeds": [0, 1],
+    "train": 6,
+    "epochs": 1,
+    "curvature": 6,
+    "measured": 4,
+}
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from hesscale_lab.tasks.networks import mlp
 
 from ..small_archives import write_cifar, write_mnist
 
-TINY = {"train": 40, "epochs": 1, "curvature": 20, "test": 40, "removed": 6, "steps": 1}
+TINY = {"train": 40, "epochs": 1, "curvature": 20, "test": 40, "removed": 6, "steps": 1, "sparsities": (0.5, 0.9)}
 
 
 def problem():
@@ -83,7 +83,6 @@ def test_the_command_measures_draws_and_goes_on(tmp_path: Path, monkeypatch: pyt
     names = ("magnitude", "HesScale, −gw + ½hw²", "HesScale, h < 0 as 0", "exact")
     monkeypatch.setattr(pruning, "SUBJECTS", tiny)
     monkeypatch.setattr(pruning, "SALIENCIES", {name: pruning.SALIENCIES[name] for name in names})
-    monkeypatch.setattr(pruning, "SPARSITIES", (0.5, 0.9))
     write_mnist(tmp_path, 50)
     write_cifar(tmp_path, 20, classes=10)
     pruning._load.cache_clear()

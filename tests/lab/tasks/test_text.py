@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 import hesscale
 from hesscale_lab.batches import generator_for, load
 from hesscale_lab.cli.train import train
+from hesscale_lab.optimizers import OPTIMIZERS
 from hesscale_lab.runs import Run
 from hesscale_lab.tasks.table import TASKS
 from hesscale_lab.tasks.text import BUNDLED, read_text
@@ -98,6 +99,15 @@ def command(*arguments: object) -> tuple[int, str]:
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result.exit_code, result.stderr
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_trains_it(name: str, tmp_path: Path) -> None:
+    """Also AdaHessian, which differentiates twice: fused attention cannot."""
+    options = ("--optimizer", name, "--lr", 1e-6, "--subset", 64, "--out", tmp_path)
+    assert command(*SIZES, *options)[0] == 0
+    (path,) = tmp_path.rglob("config.json")
+    assert Run(path.parent).records[-1]["reason"] == "finished"
 
 
 @pytest.mark.parametrize(
