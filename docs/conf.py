@@ -67,10 +67,22 @@ def to_repository(text: str) -> str:
     return re.sub(r"(?<!!)(\[[^\]]*\])\(\.\./([^)#]+)", rf"\1({SOURCES}/\2", text)
 
 
+def with_bars(line: str) -> str:
+    """A line of a docstring in which |h| is an absolute value, not a reference; code stays as it is."""
+    if line.lstrip().startswith((">>>", "...")):
+        return line
+    parts = re.split(r"(``.*?``)", line)
+    return "".join(part if part.startswith("``") else part.replace("|", r"\|") for part in parts)
+
+
 def setup(app: Any) -> None:
-    """Sphinx calls this; a page is rewritten when it has been read."""
+    """Sphinx calls this; pages and docstrings are rewritten when they have been read."""
 
     def rewrite(app: Any, name: str, content: list[str]) -> None:
         content[0] = to_repository(content[0])
 
+    def escape(app: Any, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
+        lines[:] = map(with_bars, lines)
+
     app.connect("source-read", rewrite)
+    app.connect("autodoc-process-docstring", escape)

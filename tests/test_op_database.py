@@ -19,6 +19,8 @@ from hesscale.rules.table import RuleTable
 from hesscale.testing import check_rule
 from hesscale.walk import Walk
 
+from .versions import has_rule
+
 with warnings.catch_warnings(action="ignore"):
     from torch.testing._internal.common_methods_invocations import UnaryUfuncInfo, op_db
 
@@ -36,6 +38,9 @@ REFUSED = {
     "sparse.sampled_addmm": "sparse",
     "to_sparse": "sparse",
 }
+for grid_sampler in {"grid_sampler_2d", "grid_sampler_3d"}:
+    if not has_rule(f"GridSampler{grid_sampler[-2:].upper()}Backward0"):
+        REFUSED[grid_sampler] = "this torch differentiates it once only"
 WRONG_IN_TORCH = {
     "__rpow__": "its samples have negative bases, where everything is nan",
     "linalg.norm.subgradients_at_zero": "torch's second derivative at zero is nan, ours is zero",

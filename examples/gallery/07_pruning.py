@@ -3,8 +3,8 @@ Optimal brain damage: pruning by curvature
 ==========================================
 
 Which weights can go? The smallest ones, says magnitude pruning; those whose loss would cost least,
-½ h w² with the diagonal h of the Hessian, says optimal brain damage (LeCun et al. 1989). Both on a
-small network trained on digits, in one round and without any fine-tuning.
+½ h w² with the diagonal h of the Hessian, says optimal brain damage (LeCun et al. 1989). Both on one
+small network trained on digits, without any fine-tuning.
 """
 
 import copy
@@ -30,10 +30,17 @@ for _ in range(80):
     optimizer.step()
 
 # %%
-# One call prunes a copy of the model. A diagonal of ones makes it magnitude pruning.
+# One call prunes a copy of the model. A diagonal of ones makes it magnitude pruning. In one round
+# curvature does worse than magnitude here: where most weights go at once, the loss is no parabola any
+# more. In twenty rounds, with curvature found anew in each, it does better.
 batches = [(images[train], labels[train])]
 ones = {name: torch.ones_like(p) for name, p in model.named_parameters()}
-WAYS = {"magnitude": {"diagonal": ones}, "HesScale": {}, "HesScale, rank=3": {"rank": 3}}
+WAYS = {
+    "magnitude": {"diagonal": ones},
+    "HesScale, one round": {},
+    "HesScale, 20 rounds": {"schedule": 20},
+    "rank=3, 20 rounds": {"rank": 3, "schedule": 20},
+}
 shares = [0.3, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95]
 figure, axis = plt.subplots(figsize=(7, 3.6), layout="constrained")
 for label, how in WAYS.items():

@@ -15,6 +15,7 @@ from hesscale.rules import RULES
 from hesscale.rules.families import Elementwise
 from hesscale.testing import check_rule
 
+from ..versions import has_rule
 from .case import Case
 from .cases import ALL, CASES
 
@@ -47,7 +48,7 @@ ELSEWHERE |= {"RegisterPostBackwardFunctionBackward", "_DDPSinkBackward"}  # tes
 
 
 def test_every_registered_rule_has_a_row() -> None:
-    assert {case.node for case in ALL} == set(RULES) - FUSED - ELSEWHERE
+    assert {case.node for case in ALL if has_rule(case.node)} == set(RULES) - FUSED - ELSEWHERE
 
 
 @each_case

@@ -182,7 +182,12 @@ def trace_call(
     inputs, guard = stand_ins(state, call.batch) if dynamic else stand_ins(call.inputs)
     with _left_as_it_was(model), _traceable():
         mode: Literal["symbolic", "fake"] = "symbolic" if dynamic else "fake"
-        module = make_fx(run, tracing_mode=mode, _allow_non_fake_inputs=True)(*inputs)
+        try:
+            module = make_fx(run, tracing_mode=mode, _allow_non_fake_inputs=True)(*inputs)
+        except NotImplementedError as error:
+            if "torch._C.Generator" not in str(error):  # older versions of torch cannot even write such a call down
+                raise
+            raise RuntimeError(_GENERATOR) from error
     _refuse_generators(module)
     return Traced(_relaxed(module), results[-1], inputs, guard(), _overwritten(module))
 

@@ -96,8 +96,6 @@ register(
     "CholeskyBackward0",
     "CholeskyInverseBackward0",
     "CholeskySolveBackward0",
-    "GridSampler2DBackward0",
-    "GridSampler3DBackward0",
     "LinalgCholeskyExBackward0",
     "LinalgEighBackward0",
     "LinalgHouseholderProductBackward0",
@@ -116,3 +114,5 @@ register(
     "RenormBackward0",
     "TriangularSolveBackward0",
 )
+if hasattr(torch._C._functions, "GridSampler2DBackwardBackward0"):  # torch 2.10 differentiates them once only
+    register(ByAutograd(), "GridSampler2DBackward0", "GridSampler3DBackward0")

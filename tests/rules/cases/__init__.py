@@ -1,6 +1,6 @@
 """The rows of the table of rule tests, by subject."""
 
-from ...versions import has_node
+from ...versions import has_node, has_rule
 from ..case import Case
 from . import (
     activation,
@@ -40,5 +40,5 @@ ALL: list[Case] = [
     *selection.CASES,
 ]
 
-CASES = [case for case in ALL if has_node(case.node)]
-"""Those that the installed torch has the node for."""
+CASES = [case for case in ALL if has_node(case.node) and has_rule(case.node)]
+"""Those that the installed torch can record, and differentiate as often as their rule needs."""
