@@ -62,7 +62,7 @@ def _draw(axes: Axes, sparsities: Sequence[float], records: Records, key: str) -
         if not own:
             continue
         found = [estimate([record[key][n] for record in own]) for n in range(len(sparsities))]
-        beside = 0.06 * (place - len(STYLES) / 2)
+        beside = 0.02 * (place - len(STYLES) / 2)
         bars = [0.0 if value.error != value.error else 2 * value.error for value in found]
         axes.errorbar(
             [n + beside for n in range(len(sparsities))],
