@@ -73,7 +73,7 @@ STUDIES: Mapping[str, Study] = {
         pruning_csv,
         Kind(
             "study pruning",
-            (("subjects", list), ("saliencies", list), ("sparsities", list)),
+            (("subjects", list), ("saliencies", list), ("sparsities", dict)),
             {"pruning": pruning.is_record},
             pruning_figures,
             pruning_tables,
@@ -88,7 +88,7 @@ STUDIES: Mapping[str, Study] = {
         continual_csv,
         Kind(
             "study continual",
-            (("benchmarks", list), ("methods", list), ("strengths", list)),
+            (("benchmarks", list), ("methods", list), ("strengths", dict)),
             {"continual": continual.is_record},
             continual_figures,
             continual_tables,

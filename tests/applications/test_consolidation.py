@@ -146,6 +146,12 @@ def test_bad_input_is_one_sentence_and_changes_nothing() -> None:
             EWC(model, **options)
     with pytest.raises(ValueError, match="no parameter of the model requires grad"):
         EWC(nn.Tanh()).consolidate(F.cross_entropy, first)
+    apart = EWC(model, separate=True)
+    apart.consolidate(F.cross_entropy, first)
+    apart.consolidate(F.cross_entropy, second)
+    with pytest.raises(ValueError, match="2 parabolas: it belongs to an EWC with separate=True"):
+        ewc.load_state_dict(apart.state_dict())
+    assert float(ewc().detach()) == before
     other = EWC(nn.Linear(3, 2))
     with pytest.raises(ValueError, match="belongs to another model"):
         other.load_state_dict(ewc.state_dict())

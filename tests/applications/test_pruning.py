@@ -3,6 +3,7 @@
 import copy
 import itertools
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -262,7 +263,7 @@ def test_what_else_is_refused() -> None:
         pruning.prune(model, 0.5, F.cross_entropy, iter(batches), schedule=2)
     with pytest.raises(ValueError, match="several rounds find it anew"):
         pruning.prune(model, 0.5, diagonal={}, schedule=2)
-    for schedule in (0, True, [], [0.3, 0.2, 0.5], [0.2, 0.4]):
+    for schedule in (0, True, None, 2.5, [], [0.3, 0.2, 0.5], [0.2, 0.4]):
         with pytest.raises(ValueError, match="schedule must"):
             pruning.prune(model, 0.5, F.cross_entropy, batches, schedule=schedule)
     with pytest.raises(ValueError, match='order must be "obd" or "second"'):
@@ -288,6 +289,56 @@ def test_groups_that_do_not_fit_are_refused() -> None:
         pruning.scores(model, F.cross_entropy, batches, groups={"0.weight": torch.zeros(1).long()}, params=["2.weight"])
     with pytest.raises(ValueError, match=r"no nn.MultiheadAttention"):
         pruning.heads(model)
+
+
+def test_a_pruned_model_can_be_copied_and_looked_at_before_it_is_used() -> None:
+    model, batches = problem()
+    pruning.prune(model, 0.6, F.cross_entropy, batches)
+    fresh = copy.deepcopy(problem()[0])
+    pruning.load_pruned(fresh, copy.deepcopy(model).state_dict())
+    for place in (0, 2):
+        assert torch.equal(fresh[place].weight, model[place].weight_orig * model[place].weight_mask)
+    assert copy.deepcopy(fresh)(batches[0][0]).requires_grad
+
+
+def test_a_recurrent_layer_is_pruned_and_trained() -> None:
+    class Last(nn.Module):
+        def forward(self, found: tuple[Tensor, object]) -> Tensor:
+            return found[0][:, -1]
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.LSTM(4, 8, batch_first=True), Last(), nn.Linear(8, 3))
+    x, y = torch.randn(5, 6, 4), torch.randint(3, (5,))
+
+    def fine_tune(net: nn.Module) -> None:
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            F.cross_entropy(net(x), y).backward()
+            optimizer.step()
+
+    before = model[0].weight_hh_l0.detach().clone()
+    pruning.prune(model, 0.5, F.cross_entropy, [(x, y)], schedule=2, fine_tune=fine_tune)
+    model(x)
+    used, orig, mask = model[0]._flat_weights[1], model[0].weight_hh_l0_orig, model[0].weight_hh_l0_mask
+    assert torch.equal(used, orig * mask) and 0 < float(mask.mean()) < 1
+    assert not torch.equal(orig, before)
+
+
+def test_numbers_of_numpy_will_do() -> None:
+    model, batches = problem()
+    amount, rounds = numpy.float64(0.5), numpy.int64(2)
+    found = pruning.prune(model, amount, F.cross_entropy, batches, schedule=rounds)  # type: ignore[arg-type]
+    assert len(found.rounds) == 2
+
+
+def test_a_module_that_is_called_twice_has_one_mask() -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(4, 4)
+    model = nn.Sequential(layer, nn.Tanh(), layer)
+    batch = (torch.randn(5, 4), torch.randint(4, (5,)))
+    assert pruning.prune(model, 0.5, F.cross_entropy, [batch]).sparsity == 0.5
+    assert int((layer.weight == 0).sum()) == 8
 
 
 def test_a_weight_of_two_modules_is_refused() -> None:

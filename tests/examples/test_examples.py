@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-ALONE = ("plain_loop", "fine_tuning", "uncertainty")
+ALONE = ("plain_loop", "fine_tuning", "pruning", "continual_learning", "inspection", "uncertainty")
 FRAMEWORKS = {
     "lightning_trainer": ("lightning",),
     "accelerate_loop": ("accelerate",),

@@ -8,4 +8,6 @@ from . import consolidation as consolidation
 from . import laplace as laplace
 from . import pruning as pruning
 from . import step_size as step_size
+from .inspection import Inspection as Inspection
+from .inspection import inspect as inspect
 from .over_batches import diagonal_over as diagonal_over

@@ -89,6 +89,8 @@ class EWC(nn.Module):
             _Parabola.like({own: state_dict[f"{start}{number}.{own}"] for at, own in keys if at == number})
             for number in sorted({at for at, _ in keys}, key=int)
         )
+        if len(found) > 1 and not self.separate:
+            raise ValueError(f"this state has {len(found)} parabolas: it belongs to an EWC with separate=True")
         self._refuse_other_model(found)
         self.tasks = found
         super()._load_from_state_dict(state_dict, prefix, *more)

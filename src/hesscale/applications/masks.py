@@ -47,7 +47,8 @@ class Place:
 
     def keep(self, mask: Tensor) -> None:
         """Masks the weight with this as well."""
-        prune.custom_from_mask(self.module, self.own, mask.to(self.parameter.dtype))
+        with torch.no_grad():  # what torch keeps beside weight_orig would else have a graph, which nobody can copy
+            prune.custom_from_mask(self.module, self.own, mask.to(self.parameter.dtype))
 
 
 def places(model: nn.Module, asked: Sequence[str] | None) -> dict[str, Place]:
@@ -79,11 +80,12 @@ def _place(model: nn.Module, name: str) -> Place:
 
 def refuse_shared(model: nn.Module, chosen: Mapping[str, Place]) -> None:
     """A mask belongs to one module: a weight that several use would be masked in one of them only."""
-    names: dict[int, list[str]] = {}
+    names: dict[int, dict[int, str]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(p), []).append(name)
+        # a module that is called twice has one mask, which serves both
+        names.setdefault(id(p), {}).setdefault(id(_place(model, name).module), name)
     for place in chosen.values():
-        users = names[id(place.parameter)]
+        users = names[id(place.parameter)].values()
         if len(users) > 1:
             raise ValueError(
                 f"{' and '.join(users)} are one parameter, which a mask cannot follow: leave it out (params=)"
@@ -103,8 +105,12 @@ def load_pruned(model: nn.Module, state: Mapping[str, Any]) -> None:
         name = key.removesuffix(_MASK)
         if name != key and name + _ORIG in state and name in dict(model.named_parameters()):
             holder, _, own = name.rpartition(".")
-            prune.identity(model.get_submodule(holder), own)
+            with torch.no_grad():
+                prune.identity(model.get_submodule(holder), own)
     model.load_state_dict(state)
+    with torch.no_grad():
+        for module in model.modules():
+            _apply(module, ())
     _refresh_attention(model)
 
 
@@ -118,6 +124,11 @@ def _refresh_attention(model: nn.Module) -> None:
 
 
 def _apply_out_proj(module: nn.Module, args: Any) -> None:
-    out_proj = module.get_submodule("out_proj")
-    for hook in out_proj._forward_pre_hooks.values():
-        hook(out_proj, args)
+    _apply(module.get_submodule("out_proj"), args)
+
+
+def _apply(module: nn.Module, args: Any) -> None:
+    """Makes weight = weight_orig · weight_mask, as torch does before the module's forward pass."""
+    for hook in module._forward_pre_hooks.values():
+        if isinstance(hook, prune.BasePruningMethod):
+            hook(module, args)

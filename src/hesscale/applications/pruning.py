@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any, Literal, Unpack
 
 import torch
@@ -178,19 +179,19 @@ def _steps(amount: float, schedule: int | Sequence[float], before: float) -> lis
         raise ValueError(f"amount must be a share between 0 and 1, not {amount!r}: 0.9 removes 90 %")
     if before >= amount:
         raise ValueError(f"{before:.1%} is removed already: an amount counts that, and must be above it, not {amount}")
-    if not isinstance(schedule, int):
+    if isinstance(schedule, Sequence):
         steps = [*schedule]
         if not steps or steps[-1] != amount or not all(a < b for a, b in zip([before, *steps], steps, strict=False)):
             raise ValueError(f"schedule must rise from above {before:g} to amount, {amount:g}; it is {steps}")
         return steps
-    if isinstance(schedule, bool) or schedule < 1:
+    if isinstance(schedule, bool) or not isinstance(schedule, Integral) or schedule < 1:
         raise ValueError(f"schedule must be a number of rounds from 1, or the shares after each; it is {schedule!r}")
-    left = (1 - amount) / (1 - before)
-    return [*(1 - (1 - before) * left ** (n / schedule) for n in range(1, schedule)), amount]
+    left, rounds = (1 - amount) / (1 - before), int(schedule)
+    return [*(1 - (1 - before) * left ** (n / rounds) for n in range(1, rounds)), amount]
 
 
 def _is_share(amount: object) -> bool:
-    return isinstance(amount, (int, float)) and not isinstance(amount, bool) and 0 < amount < 1
+    return isinstance(amount, Real) and not isinstance(amount, bool) and 0 < float(amount) < 1
 
 
 def _refuse_once_only(rounds: int, batches: Batches | None, how: How) -> None:

@@ -13,7 +13,7 @@ from typer.core import TyperGroup
 from ..extras import what_to_install
 from ..interrupts import CODE, end_at_ctrl_c
 
-COMMANDS = ("train", "sweep", "report", "quality", "cost", "study", "coverage")
+COMMANDS = ("train", "sweep", "report", "quality", "cost", "study", "inspect", "coverage")
 _STYLE: dict[str, Any] = {
     "add_completion": False,
     "rich_markup_mode": None,  # keeps the examples in --help on lines of their own

@@ -40,7 +40,7 @@ def study(
     \b
     Examples:
       hesscale study stability --quick
-      hesscale study stability --out DIR
+      hesscale study pruning --data DIR
     """
     row = STUDIES[name.value]
     folder = out or Path("runs") / name.value / ("quick" if quick else "full")

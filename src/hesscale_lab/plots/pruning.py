@@ -37,11 +37,11 @@ def figures(config: Config, records: Records) -> Iterator[Drawn]:
     if not networks:
         return
     figure = Figure(figsize=(4.0 * len(networks), 6.6), layout="constrained", dpi=150)
-    panels = figure.subplots(2, len(networks), squeeze=False, sharex=True)
+    panels = figure.subplots(2, len(networks), squeeze=False, sharex="col")
     for row, (key, words) in zip(panels, _ROWS.items(), strict=True):
         for axes, network in zip(row, networks, strict=True):
             own = [record for record in records if record["network"] == network]
-            _draw(axes, config["sparsities"], own, key)
+            _draw(axes, own[0]["sparsities"], own, key)
             if key == "one_shot":
                 axes.set_title(verbatim(SUBJECTS[network].title if network in SUBJECTS else network), fontsize="small")
         row[0].set_ylabel(f"test accuracy, {words}")
@@ -62,7 +62,7 @@ def _draw(axes: Axes, sparsities: Sequence[float], records: Records, key: str) -
         if not own:
             continue
         found = [estimate([record[key][n] for record in own]) for n in range(len(sparsities))]
-        beside = 0.06 * (place - len(STYLES) / 2)
+        beside = 0.02 * (place - len(STYLES) / 2)
         bars = [0.0 if value.error != value.error else 2 * value.error for value in found]
         axes.errorbar(
             [n + beside for n in range(len(sparsities))],

@@ -32,7 +32,7 @@ def continual_tables(config: Mapping[str, Any], records: Sequence[Record]) -> It
                 ("method", "average accuracy", "forgetting", "first task", "strength"),
                 tuple(rows),
                 "At the end, means ± standard errors. Forgetting: below the best that a task ever had. Strength: the "
-                f"best of {', '.join(map(power, config['strengths']))} on images apart, over the first task's mean |h|.",
+                f"best of {', '.join(map(power, config['strengths'][benchmark]))} elsewhere, over mean |h| of task 1.",
             )
 
 

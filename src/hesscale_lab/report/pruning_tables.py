@@ -18,9 +18,8 @@ _WAYS = {"one_shot": "one-shot", "fine_tuned": "fine-tuned"}
 
 def pruning_tables(config: Mapping[str, Any], records: Sequence[Record]) -> Iterator[Table]:
     """Accuracies by saliency and sparsity, a table per network."""
-    sparsities = config["sparsities"]
     for network, own in _by(records, "network").items():
-        rows = []
+        sparsities, rows = own[0]["sparsities"], []
         for name, some in _by(own, "saliency").items():
             cells = [percent(estimate([r[way][n] for r in some])) for way in _WAYS for n in range(len(sparsities))]
             rows.append((name, *cells, plain(estimate([r["correlation"] for r in some]), digits=2)))

@@ -36,7 +36,6 @@ METHODS: Mapping[str, str | None] = {
     "EWC, HesScale rank=3": "HesScale rank=3",
 }
 """What holds weights back, by the name of its diagonal."""
-STRENGTHS = (3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0, 3.0)
 _BATCH, _LR, _TASKS = 64, 1e-3, 5
 _SEARCH = 100  # the seed of the search
 
@@ -55,6 +54,7 @@ class Benchmark:
     """How five tasks are made of MNIST."""
 
     outputs: int
+    strengths: tuple[float, ...]  # that are tried for every method
     belongs: Callable[[Tensor, int], Tensor]  # of labels and a task, which images are the task's
     seen: Callable[[Images, int, int], Images]  # of images, a task and a seed, what the network is shown
 
@@ -65,9 +65,17 @@ def _permuted(images: Images, task: int, seed: int) -> Images:
 
 
 BENCHMARKS: Mapping[str, Benchmark] = {
-    "permuted MNIST": Benchmark(10, lambda labels, task: torch.ones_like(labels, dtype=torch.bool), _permuted),
+    "permuted MNIST": Benchmark(
+        outputs=10,
+        strengths=(3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0, 3.0),
+        belongs=lambda labels, task: torch.ones_like(labels, dtype=torch.bool),
+        seen=_permuted,
+    ),
     "split MNIST": Benchmark(
-        2, lambda labels, task: labels // 2 == task, lambda images, *_: (images[0], images[1] % 2)
+        outputs=2,
+        strengths=(0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0),
+        belongs=lambda labels, task: labels // 2 == task,
+        seen=lambda images, *_: (images[0], images[1] % 2),
     ),
 }
 
@@ -77,7 +85,7 @@ def settings(quick: bool) -> dict[str, Any]:
     return {
         "benchmarks": [*BENCHMARKS],
         "methods": [*METHODS],
-        "strengths": [1e-3, 1e-1] if quick else [*STRENGTHS],
+        "strengths": {name: [*row.strengths[:: 3 if quick else 1]] for name, row in BENCHMARKS.items()},
         "seeds": [*range(1 if quick else 5)],
         "train": 1000 if quick else 5000,
         "epochs": 2,
@@ -96,7 +104,7 @@ def measure_cell(
 ) -> Iterator[dict[str, Any]]:
     """The search for a strength, a record each, and then every seed with the best."""
     benchmark, method = cell
-    tried = [0.0] if METHODS[method] is None else config["strengths"]
+    tried = [0.0] if METHODS[method] is None else config["strengths"][benchmark]
     common = {"kind": "continual", "benchmark": benchmark, "method": method}
     found: dict[float, Outcome] = {}
     for strength in tried if len(tried) > 1 else ():

@@ -44,6 +44,7 @@ class Subject:
     test: int
     removed: int  # weights whose removal is tried
     steps: int  # of fine-tuning
+    sparsities: tuple[float, ...] = (0.8, 0.9, 0.95)
 
 
 def _seeded(make: Callable[[], nn.Module]) -> Callable[[torch.Generator], nn.Module]:
@@ -60,7 +61,14 @@ def _mlp(activation: type[nn.Module]) -> Callable[[torch.Generator], nn.Module]:
 
 
 _CIFAR = TASKS["cifar10-3c3d"].with_fields([("activation", "relu"), ("width", 0.25)])
-_SIZES = {"train": 50_000, "epochs": 4, "curvature": 1000, "test": 10_000, "removed": 200, "steps": 60}
+_SIZES: Mapping[str, Any] = {
+    "train": 50_000,
+    "epochs": 4,
+    "curvature": 1000,
+    "test": 10_000,
+    "removed": 200,
+    "steps": 60,
+}
 SUBJECTS: Mapping[str, Subject] = {
     "mlp-relu": Subject("MNIST, 784-128-64-10 ReLU", TASKS["mnist-mlp"], _mlp(nn.ReLU), True, **_SIZES),
     "mlp-tanh": Subject("MNIST, 784-128-64-10 tanh", TASKS["mnist-mlp"], _mlp(nn.Tanh), True, **_SIZES),
@@ -75,6 +83,7 @@ SUBJECTS: Mapping[str, Subject] = {
         test=2000,
         removed=100,
         steps=40,
+        sparsities=(0.3, 0.5, 0.7),  # it is small and short of training: more leaves nothing to compare
     ),
 }
 
@@ -101,7 +110,6 @@ SALIENCIES: Mapping[str, Saliency] = {
     "GGN-MC": Saliency("GGN-MC"),
     "exact": Saliency("exact", subjects=("mlp-relu", "mlp-tanh")),
 }
-SPARSITIES = (0.8, 0.9, 0.95)
 _COUNTS = ("train", "epochs", "curvature", "test", "removed", "steps")
 
 
@@ -112,7 +120,7 @@ def settings(quick: bool) -> dict[str, Any]:
         "subjects": subjects,
         "sizes": {name: {count: getattr(SUBJECTS[name], count) for count in _COUNTS} for name in subjects},
         "saliencies": [*SALIENCIES],
-        "sparsities": [*SPARSITIES],
+        "sparsities": {name: [*SUBJECTS[name].sparsities] for name in subjects},
         "seeds": [*range(1 if quick else 5)],
     }
 
@@ -141,13 +149,13 @@ def measure_cell(
             continue
         how: dict[str, Any] = {"order": saliency.order, "diagonal": _used(saliency, find(saliency.diagonal))}
         found = pruning.saliencies(model, F.cross_entropy, batches, **how)
-        accuracies = [_pruned(model, share, batches, images, subject, how) for share in config["sparsities"]]
+        accuracies = [_pruned(model, share, batches, images, subject, how) for share in subject.sparsities]
         yield {
             "kind": "pruning",
             "network": name,
             "seed": seed,
             "saliency": label,
-            "sparsities": config["sparsities"],
+            "sparsities": [*subject.sparsities],
             "dense": accuracy(model, images.test),
             "one_shot": [one for one, _ in accuracies],
             "fine_tuned": [one for _, one in accuracies],
@@ -257,12 +265,12 @@ def removals(model: nn.Module, batches: Batches, *, count: int, generator: torch
     }
     start, changes = F.cross_entropy(exact(x), y), []
     for name, own in places.items():
-        flat = weights[name].view(-1)
-        for place in own.tolist():
-            kept = flat[place].clone()
-            flat[place] = 0
+        w = weights[name]
+        for place in zip(*(index.tolist() for index in torch.unravel_index(own, w.shape)), strict=True):
+            kept = w[place].clone()
+            w[place] = 0
             changes.append(F.cross_entropy(exact(x), y) - start)
-            flat[place] = kept
+            w[place] = kept
     return Removals(places, torch.stack(changes))
 
 

@@ -189,5 +189,6 @@ def test_committed_results_are_readable_whole_and_have_the_librarys_names() -> N
     assert names == {"AdaBL89", "AdaGGNMC", "AdaHesScale", "AdaHesScaleGN", "AdaHessian", "Adam", "SGD"}
     commands = {command for e in found.experiments for series in e.series for command in series.commands}
     assert not any("--optimizer BL89" in command or "--optimizer GGNMC" in command for command in commands)
-    assert {study.kind.name for study in found.studies if study.kind} == {"quality", "cost", "study stability"}
+    kinds = {"quality", "cost", "study stability", "study pruning", "study continual"}
+    assert {study.kind.name for study in found.studies if study.kind} == kinds
     assert all(study.tables for study in found.studies)
