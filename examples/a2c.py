@@ -1,4 +1,4 @@
-"""A2C with a softmax policy on CartPole: Adam in a trust region, on losses in plain torch."""
+"""A2C with a softmax policy on CartPole: AdaHesScaleGN, as in the paper, on losses in plain torch."""
 
 import sys
 
@@ -6,13 +6,13 @@ import gymnasium
 import torch
 from torch import nn
 
-from hesscale.applications.step_size import TrustRegion
+import hesscale
 
 torch.manual_seed(0)
 again = {"autoreset_mode": gymnasium.vector.AutoresetMode.SAME_STEP}
 envs = gymnasium.make_vec("CartPole-v1", num_envs=8, vectorization_mode="sync", vector_kwargs=again)
 actor, critic = (nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, outputs)) for outputs in (2, 1))
-optimizers = [TrustRegion(torch.optim.Adam(net.parameters(), lr=3e-3), delta=1e-4) for net in (actor, critic)]
+optimizers = [hesscale.AdaHesScaleGN(net.parameters(), lr=3e-3, bound=None) for net in (actor, critic)]
 
 seen, running, finished = torch.from_numpy(envs.reset(seed=0)[0]), torch.zeros(8), [0.0]
 for _ in range(int(sys.argv[1]) if len(sys.argv) > 1 else 1000):

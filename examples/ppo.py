@@ -1,4 +1,4 @@
-"""PPO with a Gaussian policy on Pendulum: AdaHesScale on the plain clipped loss, mean and variance being outputs."""
+"""PPO with a Gaussian policy on Pendulum: Adam in a trust region, with a step size that is large for it."""
 
 import sys
 
@@ -6,7 +6,7 @@ import gymnasium
 import torch
 from torch import nn
 
-import hesscale
+from hesscale.applications.step_size import TrustRegion
 
 
 def log_probability(outputs: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
@@ -18,7 +18,7 @@ torch.manual_seed(0)
 again = {"autoreset_mode": gymnasium.vector.AutoresetMode.SAME_STEP}
 envs = gymnasium.make_vec("Pendulum-v1", num_envs=8, vectorization_mode="sync", vector_kwargs=again)
 actor, critic = (nn.Sequential(nn.Linear(3, 64), nn.Tanh(), nn.Linear(64, outputs)) for outputs in (2, 1))
-optimizers = [hesscale.AdaHesScale(net.parameters(), lr=3e-3) for net in (actor, critic)]
+optimizers = [TrustRegion(torch.optim.Adam(net.parameters(), lr=3e-2), delta=1e-4) for net in (actor, critic)]
 x, action, reward = torch.empty(200, 8, 3), torch.empty(200, 8), torch.empty(200, 8)
 seen = torch.from_numpy(envs.reset(seed=0)[0])
 for _ in range(int(sys.argv[1]) if len(sys.argv) > 1 else 60):
