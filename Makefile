@@ -75,11 +75,11 @@ PIP = $*/bin/python -m pip --disable-pip-version-check install --quiet --constra
 	@echo "Installing into $* (some minutes the first time) ..."
 	$(PYTHON) -m venv $*
 	sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $*/constraints.txt
-	$(PIP) hatchling editables
+	$(PIP) hatchling hatch-fancy-pypi-readme editables
 	$(PIP) --no-build-isolation --editable '.[$(EXTRA)]'
 	@touch $@
 
 .venv-dist/.ready: constraints.txt
 	$(PYTHON) -m venv .venv-dist
-	.venv-dist/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt build hatchling twine
+	.venv-dist/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt build hatchling hatch-fancy-pypi-readme twine
 	@touch $@
