@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from hesscale_lab.cli.report import report as command
 from hesscale_lab.report.collect import collect
 from hesscale_lab.runs import Run
+from hesscale_lab.study_table import STUDIES
 
 from ..made_up_runs import ADAM, make_run
 
@@ -189,6 +190,6 @@ def test_committed_results_are_readable_whole_and_have_the_librarys_names() -> N
     assert names == {"AdaBL89", "AdaGGNMC", "AdaHesScale", "AdaHesScaleGN", "AdaHessian", "Adam", "SGD"}
     commands = {command for e in found.experiments for series in e.series for command in series.commands}
     assert not any("--optimizer BL89" in command or "--optimizer GGNMC" in command for command in commands)
-    kinds = {"quality", "cost", "study stability", "study pruning", "study continual"}
+    kinds = {"quality", "cost", *(f"study {name}" for name in STUDIES)}
     assert {study.kind.name for study in found.studies if study.kind} == kinds
     assert all(study.tables for study in found.studies)
