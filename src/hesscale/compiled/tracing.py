@@ -185,7 +185,7 @@ def trace_call(
         try:
             module = make_fx(run, tracing_mode=mode, _allow_non_fake_inputs=True)(*inputs)
         except NotImplementedError as error:
-            if "torch._C.Generator" not in str(error):  # older versions of torch cannot even write such a call down
+            if "Generator" not in str(error):  # older versions of torch cannot even write such a call down
                 raise
             raise RuntimeError(_GENERATOR) from error
     _refuse_generators(module)

@@ -114,5 +114,5 @@ register(
     "RenormBackward0",
     "TriangularSolveBackward0",
 )
-if hasattr(torch._C._functions, "GridSampler2DBackwardBackward0"):  # torch 2.10 differentiates them once only
+if torch.__version__ >= (2, 13):  # type: ignore[operator]  # torch 2.10 differentiates them once only
     register(ByAutograd(), "GridSampler2DBackward0", "GridSampler3DBackward0")
