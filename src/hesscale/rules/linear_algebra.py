@@ -114,5 +114,5 @@ register(
     "RenormBackward0",
     "TriangularSolveBackward0",
 )
-if torch.__version__ >= (2, 13):  # type: ignore[operator]  # torch 2.10 differentiates them once only
+if tuple(map(int, torch.version.__version__.split(".")[:2])) >= (2, 13):  # torch 2.10 differentiates them once only
     register(ByAutograd(), "GridSampler2DBackward0", "GridSampler3DBackward0")
