@@ -156,3 +156,14 @@ def test_bad_input_is_one_sentence_and_changes_nothing() -> None:
     with pytest.raises(ValueError, match="belongs to another model"):
         other.load_state_dict(ewc.state_dict())
     assert len(other.tasks) == 0
+
+
+def test_small_departures_in_half_precision_cost_what_the_formula_says() -> None:
+    model = nn.Linear(3, 1, bias=False).half()
+    nn.init.zeros_(model.weight)
+    ewc = EWC(model, strength=1e4)
+    ewc.consolidate(diagonal={"weight": torch.ones(1, 3)})
+    nn.init.constant_(model.weight, 1e-4)
+    assert float(ewc().detach()) == pytest.approx(1.5e-4, rel=1e-3)
+    ewc().backward()
+    torch.testing.assert_close(model.weight.grad, torch.ones(1, 3).half(), rtol=1e-3, atol=0)

@@ -7,6 +7,7 @@ from torch.nn import functional as F
 
 import hesscale
 from hesscale.applications import diagonal_over
+from hesscale.applications.over_batches import derivatives_over
 
 
 def problem() -> tuple[nn.Module, list[tuple[torch.Tensor, torch.Tensor]]]:
@@ -75,3 +76,21 @@ def test_progress_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert seen == [1, 2]
     diagonal_over(model, F.cross_entropy, batches, progress=True)
     assert capsys.readouterr().err.endswith("curvature: 2/2 batches\n")
+
+
+def test_gradients_over_many_batches_are_kept_in_single_precision() -> None:
+    model = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
+    nn.init.ones_(model.weight)
+    batches = [(torch.ones(1, 1).bfloat16(), torch.zeros(1, 1).bfloat16())] * 3000
+    gradient, diagonal = derivatives_over(model, F.mse_loss, batches, method="hessian")
+    assert gradient["weight"].dtype == diagonal["weight"].dtype == torch.float32
+    assert float(gradient["weight"]) == float(diagonal["weight"]) == 2
+    found = hesscale.applications.pruning.saliencies(model, F.mse_loss, batches, order="second", method="hessian")
+    assert float(found["weight"]) == -1
+
+
+def test_a_diagonal_brought_along_for_half_precision_does_not_vanish() -> None:
+    model = nn.Linear(2, 1, bias=False).half()
+    mine = {"weight": torch.tensor([[2e-8, 1e6]])}
+    found = diagonal_over(model, diagonal=mine)["weight"]
+    assert found.dtype == torch.float32 and torch.equal(found, mine["weight"])

@@ -20,7 +20,7 @@ from typing import Any, Unpack, final
 import torch
 from torch import Tensor, nn
 
-from ..estimators.problem import LossFunction
+from ..estimators.problem import LossFunction, wide
 from .over_batches import Batches, How, diagonal_over
 
 _PRECISION, _ANCHOR = "precision", "anchor"
@@ -82,7 +82,8 @@ class EWC(nn.Module):
         params = dict(self._model[0].named_parameters())
         if not params:
             raise ValueError("the model has no parameters to consolidate")
-        total = next(iter(params.values())).new_zeros(())
+        first = next(iter(params.values()))
+        total = first.new_zeros((), dtype=wide(first))
         for task in self.tasks:
             total = total + _Parabola.of(task).at(params)
         return self.strength / 2 * total
@@ -146,7 +147,7 @@ class _Parabola(nn.Module):
         anchor = self.values(_ANCHOR)
         terms = []
         for name, h in self.values(_PRECISION).items():
-            p = params[name]
+            p = params[name].to(wide(params[name]))  # squares of small differences vanish in half precision
             terms.append((h.to(p) * (p - anchor[name].to(p)).square()).sum())
         return torch.stack(terms).sum()
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..columns.dial import Rank
 from ..estimators import estimate_over
 from ..estimators.api import examples_in, inputs_and_targets
-from ..estimators.problem import LossFunction, Problem, chosen_parameters, without_traces
+from ..estimators.problem import LossFunction, Problem, chosen_parameters, wide, without_traces
 
 Batches = Iterable[tuple[Any, Any]]
 """Pairs of inputs and targets: a data loader, or a list of them."""
@@ -98,7 +98,7 @@ class _MeanGradient:
 
     def __init__(self, model: nn.Module, loss_fn: LossFunction, chosen: Mapping[str, Tensor]) -> None:
         self._model, self._loss_fn, self._chosen = model, loss_fn, chosen
-        self._totals = {name: torch.zeros_like(p) for name, p in chosen.items()}
+        self._totals = {name: torch.zeros_like(p, dtype=wide(p)) for name, p in chosen.items()}
         self._count = 0
 
     def passing(self, batches: Batches) -> Iterator[tuple[Any, Any]]:
@@ -150,7 +150,7 @@ def on_device(value: Any, device: torch.device) -> Any:
 
 
 def _fitting(given: Mapping[str, Tensor], chosen: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The entries of the chosen parameters, each of its shape and on its device."""
+    """The entries of the chosen parameters, each of its shape and on its device, in float32 at least."""
     for name, p in chosen.items():
         if name not in given:
             raise ValueError(f"this diagonal has no entry for {name}: it belongs to another model")
@@ -159,7 +159,7 @@ def _fitting(given: Mapping[str, Tensor], chosen: Mapping[str, Tensor]) -> dict[
                 f"this diagonal has shape {tuple(given[name].shape)} for {name}, whose shape is {tuple(p.shape)}: it "
                 "belongs to another model"
             )
-    return finite({name: given[name].detach().to(p) for name, p in chosen.items()}, "the diagonal")
+    return finite({name: given[name].detach().to(p.device, wide(p)) for name, p in chosen.items()}, "the diagonal")
 
 
 def reporter(batches: Batches, progress: Progress) -> Callable[[int], None]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..columns.dial import Rank, checked_rank
 from .exact import ggn, hessian
 from .kfac import kfac
-from .problem import LossFunction, Problem, chosen_parameters, without_traces
+from .problem import LossFunction, Problem, chosen_parameters, wide, without_traces
 from .propagated import bl89, hesscale, hesscale_gn, squared_gradient
 from .sampled import ggn_mc, hutchinson
 
@@ -47,7 +47,8 @@ def estimate(
     ``batch`` is (inputs, targets); a tuple of inputs becomes several arguments of the model, a mapping named ones.
     ``params`` names the parameters wanted, all that require grad if None. ``samples`` and ``generator`` matter to
     ``hutchinson``, ``ggn_mc`` and ``kfac``; without a generator every call draws afresh, and nobody can repeat it.
-    ``rank`` is for ``hesscale`` and ``hesscale_gn``, as in ``hesscale.backward``.
+    ``rank`` is for ``hesscale`` and ``hesscale_gn``, as in ``hesscale.backward``. Parameters in half precision have a
+    diagonal in float32.
 
     Nothing is left behind: no ``.grad``, no ``.curvature``, buffers and torch's own generators as they were. Dropout in
     training mode uses the mask that the next forward pass would use.
@@ -68,7 +69,7 @@ def estimate(
     with without_traces(model):
         found = ESTIMATORS[method](problem)
     return {
-        name: torch.zeros_like(p) if s is None else s.detach()
+        name: torch.zeros_like(p, dtype=wide(p)) if s is None else s.detach().to(wide(p))
         for (name, p), s in zip(chosen.items(), found, strict=True)
     }
 

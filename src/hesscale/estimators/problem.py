@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..columns.dial import Rank
 from ..columns.likelihoods import likelihoods_of
-from ..graph import Edge, edge_of, trace
+from ..graph import LOW_PRECISION, Edge, edge_of, trace
 from ..wiring import behind, wire
 
 LossFunction = Callable[[Any, Any], Tensor]
@@ -101,6 +101,11 @@ def chosen_parameters(model: nn.Module, names: Sequence[str] | None) -> dict[str
     if frozen:
         raise ValueError(f"these parameters do not require grad: {', '.join(frozen)}")
     return {name: known[name] for name in names}
+
+
+def wide(p: Tensor) -> torch.dtype:
+    """Of p's diagonal: float32 for half precision, in which means over many batches stand still."""
+    return torch.float32 if p.dtype in LOW_PRECISION else p.dtype
 
 
 @contextmanager
