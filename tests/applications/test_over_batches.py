@@ -1,12 +1,16 @@
 """Diagonals over batches, as every application gets them."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import prune
 
 import hesscale
 from hesscale.applications import diagonal_over
+from hesscale.applications.consolidation import EWC
 from hesscale.applications.over_batches import derivatives_over
 
 
@@ -94,3 +98,17 @@ def test_a_diagonal_brought_along_for_half_precision_does_not_vanish() -> None:
     mine = {"weight": torch.tensor([[2e-8, 1e6]])}
     found = diagonal_over(model, diagonal=mine)["weight"]
     assert found.dtype == torch.float32 and torch.equal(found, mine["weight"])
+
+
+def test_a_pruned_model_can_be_copied_afterwards() -> None:
+    model, batches = problem()
+    prune.l1_unstructured(model[0], "weight", amount=0.5)
+    with torch.no_grad():
+        model(batches[0][0])
+    masked = model[0].weight
+    derivatives_over(model, F.cross_entropy, batches)
+    EWC(model).consolidate(F.cross_entropy, batches)
+    hesscale.applications.pruning.saliencies(model, F.cross_entropy, batches, order="second")
+    hesscale.applications.inspection.inspect(model, F.cross_entropy, batches)
+    assert model[0].weight is masked
+    copy.deepcopy(model)
