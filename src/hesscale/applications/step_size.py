@@ -190,10 +190,7 @@ class TrustRegion(ReadsCurvature):
         if bad:
             warnings.warn(f"{bad}, under the loss scale: step skipped; use a lower scale", stacklevel=4)
             return
-        for p, h in zip(moving, fresh, strict=True):
-            if h is not None:
-                self._average(p, h, beta=self.beta)
-        self._move(moving)
+        self._move(moving, fresh)
         if self.method is not None:
             self._wait = (self._wait or self.every) - 1
 
@@ -211,10 +208,13 @@ class TrustRegion(ReadsCurvature):
         else:
             self._averages[p] = _Average(old.value.lerp(h.abs(), 1 - beta), 1 - beta * (1 - old.weight))
 
-    def _move(self, moving: list[Tensor]) -> None:
+    def _move(self, moving: list[Tensor], fresh: list[Tensor | None]) -> None:
         before = [local(p).detach().clone() for p in moving]
         with torch.enable_grad():  # as if it were called by the user
             self.inner.step()
+        for p, h in zip(moving, fresh, strict=True):  # not before: where that raises, this batch must not count
+            if h is not None:
+                self._average(p, h, beta=self.beta)
         moves = [
             (self._averages[p].corrected, local(p).to(wide(p)) - old, p)
             for p, old in zip(moving, before, strict=True)
