@@ -198,20 +198,19 @@ class Named(nn.Module):
         return {"out": self.layer(x)}
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("method", ESTIMATORS)
-def test_means_over_many_batches_are_kept_in_single_precision(method: str, dtype: torch.dtype) -> None:
+def test_means_over_many_batches_are_kept_in_single_precision(method: str) -> None:
     """In half precision a total that is hundreds of times its next term stands still."""
-    model = nn.Linear(1, 1, bias=False, dtype=dtype)
+    model = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
     nn.init.ones_(model.weight)
-    batch = torch.ones(1, 1, dtype=dtype), torch.zeros(1, 1, dtype=dtype)
+    batch = torch.ones(1, 1).bfloat16(), torch.zeros(1, 1).bfloat16()
     one = hesscale.estimate(method, model, F.mse_loss, batch, generator=torch.Generator())["weight"]
-    many = hesscale.estimate_over(method, model, F.mse_loss, [batch] * 3000, generator=torch.Generator())["weight"]
+    many = hesscale.estimate_over(method, model, F.mse_loss, [batch] * 1000, generator=torch.Generator())["weight"]
     assert one.dtype == many.dtype == torch.float32
     if method not in ("ggn_mc", "kfac"):  # these draw
         torch.testing.assert_close(many, torch.full((1, 1), 4.0 if method == "squared_gradient" else 2.0))
     else:  # 2 · χ² with one degree of freedom: its standard deviation is √8
-        assert abs(float(many) - 2) < 5 * (8 / 3000) ** 0.5
+        assert abs(float(many) - 2) < 5 * (8 / 1000) ** 0.5
 
 
 def test_squared_gradients_in_half_precision_do_not_vanish() -> None:

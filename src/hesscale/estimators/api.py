@@ -18,6 +18,9 @@ from .sampled import ggn_mc, hutchinson
 Estimator = Callable[[Problem], Sequence[Tensor | None]]
 """From a problem to one diagonal per parameter; None where the loss does not depend on it."""
 
+Size = Callable[[Any], int | Tensor]
+"""How many examples a batch has."""
+
 ESTIMATORS: Mapping[str, Estimator] = {
     "hesscale": hesscale,
     "hesscale_gn": hesscale_gn,
@@ -84,14 +87,18 @@ def estimate_over(
     samples: int = 1,
     rank: Rank = 0,
     generator: torch.Generator | None = None,
-    size: Callable[[Any], int] | None = None,
+    size: Size | None = None,
     progress: Callable[[int], None] = lambda done: None,
 ) -> dict[str, Tensor]:
     """The mean of ``estimate`` over the batches of ``loader``, each weighted by its number of examples.
 
-    For a ``loss_fn`` that averages over examples this is the estimate for the whole data set's mean loss. ``size``
-    says how many examples a batch has; without it, it is the length of the tensors in the targets (or in the inputs, if
-    there are none), however deep in tuples and mappings. ``progress`` is told how many batches are done.
+    ``loss_fn`` must average over examples: then this is the estimate for the whole data set's mean loss. Of losses that
+    are sums it would be neither the sum nor the mean, if batches differ in size.
+
+    ``size`` says how many examples a batch has; without it, it is the length of the tensors in the targets (or in the
+    inputs, if there are none), however deep in tuples and mappings. A loss that averages over something else needs it:
+    with ``ignore_index=-100``, ``size=lambda batch: (batch[1] != -100).sum()``. Batches of size 0 are left out.
+    ``progress`` is told how many batches are done.
 
     >>> model = nn.Linear(2, 1, bias=False)
     >>> loader = [(torch.ones(1, 2), torch.zeros(1, 1)), (2 * torch.ones(1, 2), torch.zeros(1, 1))]
@@ -103,11 +110,14 @@ def estimate_over(
     totals: dict[str, Tensor] = {}
     count = 0
     for done, batch in enumerate(loader, start=1):
-        examples = examples_in(*inputs_and_targets(batch)) if size is None else size(batch)
-        found = estimate(method, model, loss_fn, batch, params=params, samples=samples, rank=rank, generator=generator)
-        count += examples
-        for name, s in found.items():
-            totals[name] = totals[name].add_(s, alpha=examples) if name in totals else s * examples
+        examples = size_of(batch, size)
+        if examples:
+            found = estimate(
+                method, model, loss_fn, batch, params=params, samples=samples, rank=rank, generator=generator
+            )
+            count += examples
+            for name, s in found.items():
+                totals[name] = totals[name].add_(s, alpha=examples) if name in totals else s * examples
         progress(done)
     if not count:
         raise ValueError("the loader gave no examples")
@@ -130,6 +140,12 @@ def inputs_and_targets(batch: Any) -> tuple[Any, Any]:
             "both, pass (b, b['labels']): a mapping becomes named arguments of the model"
         )
     return batch[0], batch[1]
+
+
+def size_of(batch: Any, size: Size | None) -> int:
+    """What the mean over a batch counts for in a mean over batches."""
+    inputs, targets = inputs_and_targets(batch)
+    return examples_in(inputs, targets) if size is None else int(size(batch))
 
 
 def examples_in(inputs: Any, targets: Any) -> int:
