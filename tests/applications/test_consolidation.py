@@ -1,5 +1,7 @@
 """EWC: Bayes' rule where it is exact, several tasks, state_dict, and what is refused."""
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -156,3 +158,87 @@ def test_bad_input_is_one_sentence_and_changes_nothing() -> None:
     with pytest.raises(ValueError, match="belongs to another model"):
         other.load_state_dict(ewc.state_dict())
     assert len(other.tasks) == 0
+
+
+def test_small_departures_in_half_precision_cost_what_the_formula_says() -> None:
+    model = nn.Linear(3, 1, bias=False).half()
+    nn.init.zeros_(model.weight)
+    ewc = EWC(model, strength=1e4)
+    ewc.consolidate(diagonal={"weight": torch.ones(1, 3)})
+    nn.init.constant_(model.weight, 1e-4)
+    assert float(ewc().detach()) == pytest.approx(1.5e-4, rel=1e-3)
+    ewc().backward()
+    torch.testing.assert_close(model.weight.grad, torch.ones(1, 3).half(), rtol=1e-3, atol=0)
+
+
+def test_a_state_without_parabolas_leaves_those_that_are_there() -> None:
+    """Of a parent that was saved before it had a penalty."""
+    model, (first, _) = problem()
+    ewc = EWC(model)
+    ewc.consolidate(F.cross_entropy, first)
+    move(model)
+    parent, before = nn.ModuleDict({"model": model, "ewc": ewc}), float(ewc().detach())
+    state = nn.ModuleDict({"model": model}).state_dict()
+    with pytest.raises(RuntimeError, match=r"Missing key.*ewc.tasks.0.precision/0/weight"):
+        parent.load_state_dict(state)
+    missing = parent.load_state_dict(state, strict=False).missing_keys
+    assert sorted(missing) == sorted(f"ewc.{key}" for key in ewc.state_dict())
+    assert float(ewc().detach()) == before > 0
+    nn.ModuleDict({"model": model, "ewc": EWC(model)}).load_state_dict(state)  # nothing is missing in a fresh one
+
+
+@pytest.mark.parametrize(
+    ("spoil", "sentence"),
+    [
+        (lambda state: state.update({"tasks.0.precision/0/weight": torch.ones(1, 1)}), "belongs to another model"),
+        (lambda state: state.update({"tasks.0.anchor/0/weight": torch.ones(1, 1)}), "belongs to another model"),
+        (lambda state: state.pop("tasks.0.anchor/2/bias"), r"incomplete, without precision or anchor of 2\.bias"),
+        (lambda state: state.pop("tasks.0.precision/2/bias"), r"incomplete, without precision or anchor of 2\.bias"),
+        (lambda state: state.update({"tasks.2.anchor/2/bias": torch.ones(2)}), "parabolas 0, 2, not all from 0"),
+    ],
+)
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_damaged_state_is_refused_and_changes_nothing(spoil, sentence: str, strict: bool) -> None:
+    model, (first, second) = problem()
+    ewc, other = EWC(model), EWC(model)
+    ewc.consolidate(F.cross_entropy, first)
+    other.consolidate(F.cross_entropy, second)
+    move(model)
+    before, state = float(ewc().detach()), other.state_dict()
+    spoil(state)
+    with pytest.raises(ValueError, match=sentence):
+        ewc.load_state_dict(state, strict=strict)
+    assert float(ewc().detach()) == before
+
+
+def test_keys_of_something_else_are_unexpected() -> None:
+    model, (first, _) = problem()
+    ewc = EWC(model)
+    ewc.consolidate(F.cross_entropy, first)
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*tasks.0.other"):
+        EWC(model).load_state_dict({**ewc.state_dict(), "tasks.0.other": torch.ones(1)})
+
+
+def test_names_of_parameters_may_have_any_characters() -> None:
+    model = nn.Module()
+    model.a = nn.ParameterDict({name: nn.Parameter(torch.ones(2)) for name in ("b/c", "b~1c", "~", "~0", "d e", "ü")})
+    ewc = EWC(model, strength=2.0)
+    ewc.consolidate(diagonal={name: torch.ones(2) for name, _ in model.named_parameters()})
+    with torch.no_grad():
+        for p in model.parameters():
+            p += 1
+    assert float(ewc().detach()) == 12
+    fresh = EWC(model, strength=2.0)
+    fresh.load_state_dict(ewc.state_dict())
+    assert float(fresh().detach()) == 12
+
+
+def test_a_copy_follows_the_model_it_was_copied_with() -> None:
+    model, (first, _) = problem()
+    ewc = EWC(model)
+    ewc.consolidate(F.cross_entropy, first)
+    other, copied = copy.deepcopy((model, ewc))
+    move(model)
+    assert float(ewc().detach()) > 0 == float(copied().detach())
+    move(other)
+    assert float(copied().detach()) > 0

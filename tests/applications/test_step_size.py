@@ -379,3 +379,31 @@ def test_schedulers_of_torch_find_what_they_need(scheduler: str) -> None:
     for _ in range(3):
         train(model, optimizer, steps=1)
         one.step(*([1.0] if scheduler == "ReduceLROnPlateau" else []))
+
+
+def test_a_batch_whose_inner_step_fails_does_not_count() -> None:
+    class Failing(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            raise OSError("mine")
+
+    model = network()
+    optimizer = TrustRegion(INNER["SGD"](model.parameters()), 1e-4)
+    train(model, optimizer, steps=1)
+    before, state = flat(model), copy.deepcopy(optimizer.state_dict()["trust_region"])
+    optimizer.inner, kept = Failing(model.parameters(), lr=0.1), optimizer.inner
+    with pytest.raises(OSError, match="mine"):
+        train(model, optimizer, steps=1, first=1)
+    optimizer.inner = kept
+    assert torch.equal(flat(model), before)
+    now = optimizer.state_dict()["trust_region"]
+    assert now["wait"] == state["wait"]
+    for i, (value, weight) in state["averages"].items():
+        assert torch.equal(now["averages"][i][0], value) and now["averages"][i][1] == weight
+
+
+def test_without_a_limit_the_factor_is_one_even_if_the_gain_overflows() -> None:
+    model = nn.Linear(1, 1, bias=False)
+    optimizer = TrustRegion(torch.optim.SGD(model.parameters(), lr=1e15), math.inf)
+    optimizer.backward(1e15 * model(torch.ones(1, 1)).square().sum())
+    optimizer.step()
+    assert optimizer.factor == 1.0

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import prune
 
 import hesscale
 from hesscale.estimators import ESTIMATORS
@@ -195,3 +196,65 @@ class Named(nn.Module):
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         return {"out": self.layer(x)}
+
+
+@pytest.mark.parametrize("method", ESTIMATORS)
+def test_means_over_many_batches_are_kept_in_single_precision(method: str) -> None:
+    """In half precision a total that is hundreds of times its next term stands still."""
+    model = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
+    nn.init.ones_(model.weight)
+    batch = torch.ones(1, 1).bfloat16(), torch.zeros(1, 1).bfloat16()
+    one = hesscale.estimate(method, model, F.mse_loss, batch, generator=torch.Generator())["weight"]
+    many = hesscale.estimate_over(method, model, F.mse_loss, [batch] * 1000, generator=torch.Generator())["weight"]
+    assert one.dtype == many.dtype == torch.float32
+    if method not in ("ggn_mc", "kfac"):  # these draw
+        torch.testing.assert_close(many, torch.full((1, 1), 4.0 if method == "squared_gradient" else 2.0))
+    else:  # 2 · χ² with one degree of freedom: its standard deviation is √8
+        assert abs(float(many) - 2) < 5 * (8 / 1000) ** 0.5
+
+
+def test_squared_gradients_in_half_precision_do_not_vanish() -> None:
+    model = nn.Linear(1, 1, bias=False, dtype=torch.float16)
+    batch = torch.ones(1, 1, dtype=torch.float16), None
+    found = hesscale.estimate("squared_gradient", model, lambda y, _: 2.0**-14 * y.sum(), batch)
+    assert float(found["weight"]) == 2.0**-28
+
+
+class Remembering(nn.Module):
+    """With attributes of all kinds that a forward pass sets."""
+
+    cached, length = None, 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.hidden: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.length < len(x):
+            self.length, self.cached = len(x), torch.ones(len(x), 1)
+        self.hidden = self.last = self.linear(x)
+        return self.hidden * self.cached
+
+
+@pytest.mark.parametrize("method", ESTIMATORS)
+def test_no_graph_is_left_in_a_pruned_model(method: str) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    prune.l1_unstructured(model[0], "weight", amount=0.5)
+    batch = torch.randn(5, 3), torch.randint(2, (5,))
+    with torch.no_grad():
+        model(batch[0])
+    masked = model[0].weight
+    hesscale.estimate(method, model, F.cross_entropy, batch, params=["2.weight", "2.bias"])
+    assert model[0].weight is masked
+    copy.deepcopy(model)
+    prune.remove(model[0], "weight")
+
+
+def test_what_a_model_remembers_without_a_graph_stays_together() -> None:
+    model = Remembering()
+    for rows in (2, 5):
+        hesscale.estimate("hessian", model, F.cross_entropy, (torch.randn(rows, 2), torch.randint(2, (rows,))))
+        assert model.hidden is None and not hasattr(model, "last")
+        assert model.length == rows and model.cached is not None and len(model.cached) == rows
+    copy.deepcopy(model)

@@ -20,7 +20,7 @@ from typing import Any, Unpack, final
 import torch
 from torch import Tensor, nn
 
-from ..estimators.problem import LossFunction
+from ..estimators.problem import LossFunction, wide
 from .over_batches import Batches, How, diagonal_over
 
 _PRECISION, _ANCHOR = "precision", "anchor"
@@ -30,8 +30,9 @@ _PRECISION, _ANCHOR = "precision", "anchor"
 class EWC(nn.Module):
     """The penalty as a module: ``loss = loss_fn(model(x), y) + ewc()``. Zero until the first ``consolidate``.
 
-    Its ``state_dict`` holds all parabolas, and goes into a fresh ``EWC`` of the same model. The model's own parameters
-    are no part of it.
+    Its ``state_dict`` holds all parabolas, and goes into a fresh ``EWC`` of the same model that was made with the same
+    options: ``strength``, ``decay`` and ``separate`` are no part of it, nor are the model's own parameters. A deep copy
+    follows a copy of the model: copy both at once, as ``copy.deepcopy((model, ewc))``.
 
     >>> model, batches = nn.Linear(2, 1), [(torch.randn(8, 2), torch.randn(8, 1))]
     >>> ewc = hesscale.applications.consolidation.EWC(model, strength=10.0)
@@ -82,44 +83,46 @@ class EWC(nn.Module):
         params = dict(self._model[0].named_parameters())
         if not params:
             raise ValueError("the model has no parameters to consolidate")
-        total = next(iter(params.values())).new_zeros(())
+        first = next(iter(params.values()))
+        total = first.new_zeros((), dtype=wide(first))
         for task in self.tasks:
             total = total + _Parabola.of(task).at(params)
         return self.strength / 2 * total
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *more: Any) -> None:
-        """Makes room for the parabolas of the state, however many there are."""
-        start = f"{prefix}tasks."
-        keys = [key.removeprefix(start).split(".", 1) for key in state_dict if key.startswith(start)]
-        found = nn.ModuleList(
-            _Parabola.like({own: state_dict[f"{start}{number}.{own}"] for at, own in keys if at == number})
-            for number in sorted({at for at, _ in keys}, key=int)
-        )
+        """Makes room for the parabolas of the state, however many there are; with none, torch reports ours missing."""
+        found = _parabolas(state_dict, f"{prefix}tasks.")
         if len(found) > 1 and not self.separate:
             raise ValueError(f"this state has {len(found)} parabolas: it belongs to an EWC with separate=True")
-        self._refuse_other_model(found)
-        self.tasks = found
+        for task in found:
+            self._refuse_other_model(task)
+        if found:
+            self.tasks = nn.ModuleList(found)
         super()._load_from_state_dict(state_dict, prefix, *more)
 
-    def _refuse_other_model(self, tasks: nn.ModuleList) -> None:
+    def _refuse_other_model(self, task: _Parabola) -> None:
         shapes = {name: p.shape for name, p in self._model[0].named_parameters()}
-        for task in tasks:
-            for name, value in _Parabola.of(task).values(_ANCHOR).items():
-                if shapes.get(name) != value.shape:
-                    raise ValueError(
-                        f"this state has {name} of shape {tuple(value.shape)}: it belongs to another model"
-                    )
+        precision, anchor = task.values(_PRECISION), task.values(_ANCHOR)
+        for name, value in (*precision.items(), *anchor.items()):
+            if shapes.get(name) != value.shape:
+                raise ValueError(f"this state has {name} of shape {tuple(value.shape)}: it belongs to another model")
+        if precision.keys() != anchor.keys():
+            lacking = sorted(precision.keys() ^ anchor.keys())
+            raise ValueError(
+                f"this state is incomplete, without precision or anchor of {', '.join(lacking[:3])}: load the whole "
+                "state_dict of an EWC"
+            )
 
 
 @final
 class _Parabola(nn.Module):
-    """h and θ* by parameter name, as buffers. Dots are not allowed in their names; slashes are."""
+    """h and θ* by parameter name, as buffers."""
 
     def __init__(self, precision: Mapping[str, Tensor], anchor: Mapping[str, Tensor]) -> None:
         super().__init__()
         for kind, values in ((_PRECISION, precision), (_ANCHOR, anchor)):
             for name, value in values.items():
-                self.register_buffer(f"{kind}/{name.replace('.', '/')}", value)
+                self.register_buffer(f"{kind}/{_escaped(name)}", value)
 
     @classmethod
     def of(cls, module: nn.Module) -> _Parabola:
@@ -137,18 +140,40 @@ class _Parabola(nn.Module):
     def values(self, kind: str) -> dict[str, Tensor]:
         """By parameter name."""
         start = f"{kind}/"
-        return {
-            name.removeprefix(start).replace("/", "."): b for name, b in self.named_buffers() if name.startswith(start)
-        }
+        return {_plain(name.removeprefix(start)): b for name, b in self.named_buffers() if name.startswith(start)}
 
     def at(self, params: Mapping[str, Tensor]) -> Tensor:
         """Σ h (θ − θ*)²."""
         anchor = self.values(_ANCHOR)
         terms = []
         for name, h in self.values(_PRECISION).items():
-            p = params[name]
+            p = params[name].to(wide(params[name]))  # squares of small differences vanish in half precision
             terms.append((h.to(p) * (p - anchor[name].to(p)).square()).sum())
         return torch.stack(terms).sum()
+
+
+def _parabolas(state: Mapping[str, Any], start: str) -> list[_Parabola]:
+    """Room for those of a state, whose keys are start + number + "." + the name of a buffer."""
+    found: dict[str, dict[str, Tensor]] = {}
+    for key, value in state.items():
+        number, _, own = key.removeprefix(start).partition(".")
+        if key.startswith(start) and own.startswith((f"{_PRECISION}/", f"{_ANCHOR}/")):
+            found.setdefault(number, {})[own] = value
+    numbers = [str(number) for number in range(len(found))]
+    if found.keys() != set(numbers):
+        raise ValueError(f"this state has parabolas {', '.join(found)}, not all from 0: load the whole one of an EWC")
+    return [_Parabola.like(found[number]) for number in numbers]
+
+
+# names of buffers must not have dots, which become slashes; what is a slash already is escaped as in a JSON pointer
+
+
+def _escaped(name: str) -> str:
+    return name.replace("~", "~0").replace("/", "~1").replace(".", "/")
+
+
+def _plain(name: str) -> str:
+    return name.replace("/", ".").replace("~1", "/").replace("~0", "~")
 
 
 def _refuse_other(before: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> None:

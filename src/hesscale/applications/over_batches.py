@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from ..columns.dial import Rank
 from ..estimators import estimate_over
-from ..estimators.api import examples_in, inputs_and_targets
-from ..estimators.problem import LossFunction, Problem, chosen_parameters, without_traces
+from ..estimators.api import Size, inputs_and_targets, size_of
+from ..estimators.problem import LossFunction, Problem, chosen_parameters, wide, without_traces
 
 Batches = Iterable[tuple[Any, Any]]
 """Pairs of inputs and targets: a data loader, or a list of them."""
@@ -29,6 +29,7 @@ class How(TypedDict, total=False):
     generator: torch.Generator | None
     params: Sequence[str] | None  # names of the parameters that matter, all that require grad if None
     diagonal: Mapping[str, Tensor] | None  # one computed elsewhere, by parameter name, instead of all this
+    size: Size | None  # how many examples a batch has, if that is not the length of its targets
     progress: Progress
 
 
@@ -43,9 +44,13 @@ def diagonal_over(
     generator: torch.Generator | None = None,
     params: Sequence[str] | None = None,
     diagonal: Mapping[str, Tensor] | None = None,
+    size: Size | None = None,
     progress: Progress = False,
 ) -> dict[str, Tensor]:
     """The diagonal of the mean loss over all batches, by parameter name; or the given one, if it fits the model.
+
+    ``loss_fn`` must average over examples, and batches count by their number of examples. A loss that averages over
+    something else needs ``size``: with ``ignore_index=-100``, ``size=lambda batch: (batch[1] != -100).sum()``.
 
     Batches are moved to the device of the model's parameters. Nothing of the model changes, ``.grad`` and
     ``.curvature`` included.
@@ -70,6 +75,7 @@ def diagonal_over(
         samples=samples,
         rank=rank,
         generator=generator,
+        size=size,
         progress=reporter(batches, progress),
     )
     return finite(found, "the diagonal")
@@ -82,7 +88,7 @@ def derivatives_over(
     if loss_fn is None or batches is None:
         raise TypeError("a gradient is found with loss_fn and batches: pass both")
     chosen = chosen_parameters(model, how.get("params"))
-    mean = _MeanGradient(model, loss_fn, chosen)
+    mean = _MeanGradient(model, loss_fn, chosen, how.get("size"))
     how["progress"] = report = reporter(batches, how.get("progress", False))
     seen = mean.passing(batches)
     if how.get("diagonal") is not None:
@@ -96,9 +102,11 @@ def derivatives_over(
 class _MeanGradient:
     """The gradient of the mean loss over batches that somebody else goes through."""
 
-    def __init__(self, model: nn.Module, loss_fn: LossFunction, chosen: Mapping[str, Tensor]) -> None:
-        self._model, self._loss_fn, self._chosen = model, loss_fn, chosen
-        self._totals = {name: torch.zeros_like(p) for name, p in chosen.items()}
+    def __init__(
+        self, model: nn.Module, loss_fn: LossFunction, chosen: Mapping[str, Tensor], size: Size | None
+    ) -> None:
+        self._model, self._loss_fn, self._chosen, self._size = model, loss_fn, chosen, size
+        self._totals = {name: torch.zeros_like(p, dtype=wide(p)) for name, p in chosen.items()}
         self._count = 0
 
     def passing(self, batches: Batches) -> Iterator[tuple[Any, Any]]:
@@ -106,12 +114,13 @@ class _MeanGradient:
         device = next(iter(self._chosen.values())).device
         for batch in batches:
             moved = on_device(batch, device)
-            self._add(*inputs_and_targets(moved))
+            examples = size_of(moved, self._size)
+            if examples:
+                self._add(*inputs_and_targets(moved), examples)
             yield moved
 
-    def _add(self, inputs: Any, targets: Any) -> None:
-        examples, generator = examples_in(inputs, targets), torch.Generator()
-        problem = Problem(self._model, self._loss_fn, inputs, targets, self._chosen, 1, generator)
+    def _add(self, inputs: Any, targets: Any, examples: int) -> None:
+        problem = Problem(self._model, self._loss_fn, inputs, targets, self._chosen, 1, torch.Generator())
         with without_traces(self._model):
             loss = problem.loss(problem.outputs())
             gradients = torch.autograd.grad(loss, problem.tensors, allow_unused=True)
@@ -150,7 +159,7 @@ def on_device(value: Any, device: torch.device) -> Any:
 
 
 def _fitting(given: Mapping[str, Tensor], chosen: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The entries of the chosen parameters, each of its shape and on its device."""
+    """The entries of the chosen parameters, each of its shape and on its device, in float32 at least."""
     for name, p in chosen.items():
         if name not in given:
             raise ValueError(f"this diagonal has no entry for {name}: it belongs to another model")
@@ -159,7 +168,7 @@ def _fitting(given: Mapping[str, Tensor], chosen: Mapping[str, Tensor]) -> dict[
                 f"this diagonal has shape {tuple(given[name].shape)} for {name}, whose shape is {tuple(p.shape)}: it "
                 "belongs to another model"
             )
-    return finite({name: given[name].detach().to(p) for name, p in chosen.items()}, "the diagonal")
+    return finite({name: given[name].detach().to(p.device, wide(p)) for name, p in chosen.items()}, "the diagonal")
 
 
 def reporter(batches: Batches, progress: Progress) -> Callable[[int], None]:

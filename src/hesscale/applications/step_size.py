@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..columns.dial import Rank, checked_rank
-from ..estimators.problem import LossFunction
-from ..graph import LOW_PRECISION
+from ..estimators.problem import LossFunction, wide
 from ..optim import checks
 from ..optim.reading import ReadsCurvature
 from ..optim.shards import local
@@ -167,7 +166,7 @@ class TrustRegion(ReadsCurvature):
         if not named:
             raise ValueError("none of these parameters belongs to this optimizer: it was made for another model")
         for name, p in named.items():
-            h = found[name].to(_wide(p))
+            h = found[name].to(wide(p))
             self._average(p, h, beta=0.0 if self.method is None else self.beta)
 
     def _update(self) -> None:
@@ -184,17 +183,14 @@ class TrustRegion(ReadsCurvature):
         if hasattr(self, "found_inf"):
             self._unscale([local(p.grad) for p in moving], [h for h in fresh if h is not None])
         if self.method == "squared_gradient" and self.curvature_due:
-            fresh = [local(p.grad).to(_wide(p)).square() for p in moving]
+            fresh = [local(p.grad).to(wide(p)).square() for p in moving]
         bad = _non_finite(places, fresh)
         if bad and not hasattr(self, "found_inf"):
             raise RuntimeError(f"{bad}; nothing was changed")
         if bad:
             warnings.warn(f"{bad}, under the loss scale: step skipped; use a lower scale", stacklevel=4)
             return
-        for p, h in zip(moving, fresh, strict=True):
-            if h is not None:
-                self._average(p, h, beta=self.beta)
-        self._move(moving)
+        self._move(moving, fresh)
         if self.method is not None:
             self._wait = (self._wait or self.every) - 1
 
@@ -212,12 +208,15 @@ class TrustRegion(ReadsCurvature):
         else:
             self._averages[p] = _Average(old.value.lerp(h.abs(), 1 - beta), 1 - beta * (1 - old.weight))
 
-    def _move(self, moving: list[Tensor]) -> None:
+    def _move(self, moving: list[Tensor], fresh: list[Tensor | None]) -> None:
         before = [local(p).detach().clone() for p in moving]
         with torch.enable_grad():  # as if it were called by the user
             self.inner.step()
+        for p, h in zip(moving, fresh, strict=True):  # not before: where that raises, this batch must not count
+            if h is not None:
+                self._average(p, h, beta=self.beta)
         moves = [
-            (self._averages[p].corrected, local(p).to(_wide(p)) - old, p)
+            (self._averages[p].corrected, local(p).to(wide(p)) - old, p)
             for p, old in zip(moving, before, strict=True)
             if p in self._averages
         ]
@@ -225,7 +224,7 @@ class TrustRegion(ReadsCurvature):
         if self.factor < 1.0:
             for p, old in zip(moving, before, strict=True):
                 here = local(p)
-                here.copy_(old.to(_wide(p)).lerp(here.to(_wide(p)), self.factor))
+                here.copy_(old.to(wide(p)).lerp(here.to(wide(p)), self.factor))
 
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's, which can load it as well, with our averages under a key of their own."""
@@ -243,10 +242,6 @@ class TrustRegion(ReadsCurvature):
             params[i]: _Average(value.detach().clone().to(params[i].device), weight)
             for i, (value, weight) in own["averages"].items()
         }
-
-
-def _wide(p: Tensor) -> torch.dtype:
-    return torch.float32 if p.dtype in LOW_PRECISION else p.dtype
 
 
 def _refuse_bad_options(inner: Any, delta: float, method: str | None, every: int, beta: float) -> None:

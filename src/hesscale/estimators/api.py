@@ -11,12 +11,15 @@ from torch import Tensor, nn
 from ..columns.dial import Rank, checked_rank
 from .exact import ggn, hessian
 from .kfac import kfac
-from .problem import LossFunction, Problem, chosen_parameters, without_traces
+from .problem import LossFunction, Problem, chosen_parameters, wide, without_traces
 from .propagated import bl89, hesscale, hesscale_gn, squared_gradient
 from .sampled import ggn_mc, hutchinson
 
 Estimator = Callable[[Problem], Sequence[Tensor | None]]
 """From a problem to one diagonal per parameter; None where the loss does not depend on it."""
+
+Size = Callable[[Any], int | Tensor]
+"""How many examples a batch has."""
 
 ESTIMATORS: Mapping[str, Estimator] = {
     "hesscale": hesscale,
@@ -47,7 +50,8 @@ def estimate(
     ``batch`` is (inputs, targets); a tuple of inputs becomes several arguments of the model, a mapping named ones.
     ``params`` names the parameters wanted, all that require grad if None. ``samples`` and ``generator`` matter to
     ``hutchinson``, ``ggn_mc`` and ``kfac``; without a generator every call draws afresh, and nobody can repeat it.
-    ``rank`` is for ``hesscale`` and ``hesscale_gn``, as in ``hesscale.backward``.
+    ``rank`` is for ``hesscale`` and ``hesscale_gn``, as in ``hesscale.backward``. Parameters in half precision have a
+    diagonal in float32.
 
     Nothing is left behind: no ``.grad``, no ``.curvature``, buffers and torch's own generators as they were. Dropout in
     training mode uses the mask that the next forward pass would use.
@@ -68,7 +72,7 @@ def estimate(
     with without_traces(model):
         found = ESTIMATORS[method](problem)
     return {
-        name: torch.zeros_like(p) if s is None else s.detach()
+        name: torch.zeros_like(p, dtype=wide(p)) if s is None else s.detach().to(wide(p))
         for (name, p), s in zip(chosen.items(), found, strict=True)
     }
 
@@ -83,14 +87,18 @@ def estimate_over(
     samples: int = 1,
     rank: Rank = 0,
     generator: torch.Generator | None = None,
-    size: Callable[[Any], int] | None = None,
+    size: Size | None = None,
     progress: Callable[[int], None] = lambda done: None,
 ) -> dict[str, Tensor]:
     """The mean of ``estimate`` over the batches of ``loader``, each weighted by its number of examples.
 
-    For a ``loss_fn`` that averages over examples this is the estimate for the whole data set's mean loss. ``size``
-    says how many examples a batch has; without it, it is the length of the tensors in the targets (or in the inputs, if
-    there are none), however deep in tuples and mappings. ``progress`` is told how many batches are done.
+    ``loss_fn`` must average over examples: then this is the estimate for the whole data set's mean loss. Of losses that
+    are sums it would be neither the sum nor the mean, if batches differ in size.
+
+    ``size`` says how many examples a batch has; without it, it is the length of the tensors in the targets (or in the
+    inputs, if there are none), however deep in tuples and mappings. A loss that averages over something else needs it:
+    with ``ignore_index=-100``, ``size=lambda batch: (batch[1] != -100).sum()``. Batches of size 0 are left out.
+    ``progress`` is told how many batches are done.
 
     >>> model = nn.Linear(2, 1, bias=False)
     >>> loader = [(torch.ones(1, 2), torch.zeros(1, 1)), (2 * torch.ones(1, 2), torch.zeros(1, 1))]
@@ -102,11 +110,14 @@ def estimate_over(
     totals: dict[str, Tensor] = {}
     count = 0
     for done, batch in enumerate(loader, start=1):
-        examples = examples_in(*inputs_and_targets(batch)) if size is None else size(batch)
-        found = estimate(method, model, loss_fn, batch, params=params, samples=samples, rank=rank, generator=generator)
-        count += examples
-        for name, s in found.items():
-            totals[name] = totals[name].add_(s, alpha=examples) if name in totals else s * examples
+        examples = size_of(batch, size)
+        if examples:
+            found = estimate(
+                method, model, loss_fn, batch, params=params, samples=samples, rank=rank, generator=generator
+            )
+            count += examples
+            for name, s in found.items():
+                totals[name] = totals[name].add_(s, alpha=examples) if name in totals else s * examples
         progress(done)
     if not count:
         raise ValueError("the loader gave no examples")
@@ -129,6 +140,12 @@ def inputs_and_targets(batch: Any) -> tuple[Any, Any]:
             "both, pass (b, b['labels']): a mapping becomes named arguments of the model"
         )
     return batch[0], batch[1]
+
+
+def size_of(batch: Any, size: Size | None) -> int:
+    """What the mean over a batch counts for in a mean over batches."""
+    inputs, targets = inputs_and_targets(batch)
+    return examples_in(inputs, targets) if size is None else int(size(batch))
 
 
 def examples_in(inputs: Any, targets: Any) -> int:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..columns.dial import Rank
 from ..columns.likelihoods import likelihoods_of
-from ..graph import Edge, edge_of, trace
+from ..graph import LOW_PRECISION, Edge, edge_of, trace
 from ..wiring import behind, wire
 
 LossFunction = Callable[[Any, Any], Tensor]
@@ -103,11 +103,21 @@ def chosen_parameters(model: nn.Module, names: Sequence[str] | None) -> dict[str
     return {name: known[name] for name in names}
 
 
+def wide(p: Tensor) -> torch.dtype:
+    """Of p's diagonal: float32 for half precision, in which means over many batches stand still."""
+    return torch.float32 if p.dtype in LOW_PRECISION else p.dtype
+
+
 @contextmanager
 def without_traces(model: nn.Module) -> Iterator[None]:
-    """Buffers (batch-norm statistics, say) and torch's generators are afterwards what they were before."""
+    """Buffers (batch-norm statistics, say) and torch's generators are afterwards what they were before.
+
+    So are attributes that would hold a graph, such as a weight that ``torch.nn.utils.prune`` masks in every forward
+    pass: with one, a model cannot be copied. Others are left: they may belong to a cache whose size is noted elsewhere.
+    """
     buffers = [(module, name) for module in model.modules() for name in module._buffers]
     before = [(module, name, module._buffers[name], _copy(module._buffers[name])) for module, name in buffers]
+    attributes = [(vars(module), dict(vars(module))) for module in model.modules()]
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
     try:
         with torch.enable_grad(), torch.random.fork_rng(devices=sorted(device.index for device in devices)):
@@ -118,6 +128,17 @@ def without_traces(model: nn.Module) -> Iterator[None]:
                 with torch.no_grad():
                     buffer.copy_(copy)
             module._buffers[name] = buffer
+        for now, then in attributes:
+            _put_back_graphs(now, then)
+
+
+def _put_back_graphs(now: dict[str, Any], then: Mapping[str, Any]) -> None:
+    recorded = [name for name, value in now.items() if isinstance(value, Tensor) and value.grad_fn is not None]
+    for name in recorded:
+        if name in then:
+            now[name] = then[name]
+        else:
+            del now[name]
 
 
 def _copy(buffer: Tensor | None) -> Tensor | None:

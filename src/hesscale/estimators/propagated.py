@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..backward import diagonal
 from ..graph import edge_of
-from .problem import Problem, output_tensors, predictions
+from .problem import Problem, output_tensors, predictions, wide
 
 
 def hesscale(problem: Problem) -> Sequence[Tensor | None]:
@@ -44,4 +44,4 @@ def bl89(problem: Problem) -> Sequence[Tensor | None]:
 def squared_gradient(problem: Problem) -> Sequence[Tensor | None]:
     """(∂L/∂p)² of the batch's loss, what Adam keeps an average of."""
     grads = torch.autograd.grad(problem.loss(problem.outputs()), problem.tensors, allow_unused=True)
-    return [None if grad is None else grad.square() for grad in grads]
+    return [None if grad is None else grad.to(wide(grad)).square() for grad in grads]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from .shards import total
@@ -14,5 +16,7 @@ def shrinkage(radius: float, moves: Sequence[tuple[Tensor, Tensor, Tensor]]) -> 
 
     ``moves`` are triples of c, u and the parameter they belong to, of which both may be this process's part.
     """
+    if math.isinf(radius):  # and so may be Σ c u²
+        return torch.ones(())
     length = total([(c * u * u).sum() for c, u, _ in moves], [p for _, _, p in moves])
     return (2 * radius / length).sqrt().clamp(max=1.0)
