@@ -349,3 +349,11 @@ def test_a_weight_of_two_modules_is_refused() -> None:
     with pytest.raises(ValueError, match=r"0.weight and 2.weight are one parameter"):
         pruning.prune(model, 0.5, F.cross_entropy, [batch])
     assert not hasattr(model[0], "weight_mask")
+
+
+def test_half_precision_loses_no_small_saliency() -> None:
+    model = nn.Linear(2, 1, bias=False).half()
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[1e-4, 2e-4]]))
+    found = pruning.saliencies(model, diagonal={"weight": torch.tensor([[2e4, 2.0]])})["weight"]
+    torch.testing.assert_close(found, torch.tensor([[1e-4, 4e-8]]), rtol=1e-3, atol=0.0)

@@ -45,6 +45,11 @@ class Place:
         """Ones where nothing was removed yet."""
         return getattr(self.module, self.own + _MASK) if self.masked else torch.ones_like(self.parameter)
 
+    @property
+    def weight(self) -> Tensor:
+        """What the layer computes with: zero where it was removed."""
+        return self.parameter.detach() * self.mask if self.masked else self.parameter.detach()
+
     def keep(self, mask: Tensor) -> None:
         """Masks the weight with this as well."""
         with torch.no_grad():  # what torch keeps beside weight_orig would else have a graph, which nobody can copy
@@ -53,7 +58,7 @@ class Place:
 
 def places(model: nn.Module, asked: Sequence[str] | None) -> dict[str, Place]:
     """By name, those asked for, by their names of today or before; all matrices, filters and the like if None."""
-    known = {place.name: place for place in (_place(model, name) for name, _ in model.named_parameters())}
+    known = {place.name: place for place in all_places(model)}
     if asked is None:
         chosen = [name for name, place in known.items() if place.parameter.requires_grad and place.parameter.dim() > 1]
         if not chosen:
@@ -67,6 +72,11 @@ def places(model: nn.Module, asked: Sequence[str] | None) -> dict[str, Place]:
         raise ValueError(f"the model has no parameter {', '.join(map(repr, unknown))}; it has {', '.join(known)}")
     found = [known.get(name) or by_today[name] for name in asked]
     return {place.name: place for place in found}
+
+
+def all_places(model: nn.Module) -> list[Place]:
+    """One for each parameter, in the model's order."""
+    return [_place(model, name) for name, _ in model.named_parameters()]
 
 
 def _place(model: nn.Module, name: str) -> Place:

@@ -61,7 +61,7 @@ def saliencies(
 ) -> dict[str, Tensor]:
     """s of every weight by name, with its sign: below zero where the model says that the loss would fall.
 
-    Of matrices, filters and the like; of biases and other vectors where ``params`` names them. Weights that are masked
+    In float32 if the model is in half precision. Of matrices, filters and the like; of biases and other vectors where ``params`` names them. Weights that are masked
     already have 0. Names are those from before pruning.
 
     >>> model, batches = nn.Linear(2, 1, bias=False), [(torch.tensor([[1.0, 3.0]]), torch.zeros(1, 1))]
@@ -81,7 +81,8 @@ def saliencies(
         diagonal = diagonal_over(model, loss_fn, batches, **how)
     found = {}
     for name, place in chosen.items():
-        w = place.parameter.detach() * place.mask
+        w = place.weight
+        w = w.to(torch.promote_types(w.dtype, torch.float32))  # squares of small weights are zero in half precision
         found[name] = diagonal[place.today] * w.square() / 2
         if gradient:
             found[name] -= gradient[place.today] * w
