@@ -270,6 +270,8 @@ def test_what_else_is_refused() -> None:
         pruning.scores(model, F.cross_entropy, batches, order="first")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="no parameter 'head"):
         pruning.scores(model, F.cross_entropy, batches, params=["head.weight"])
+    with pytest.raises(ValueError, match="no parameter '0.training'"):
+        pruning.scores(model, F.cross_entropy, batches, params=["0.training"])
     assert not hasattr(model[0], "weight_mask")
     pruning.prune(model, 0.5, F.cross_entropy, batches)
     with pytest.raises(ValueError, match=r"is removed already: an amount counts that, and must be above it, not 0.5"):
@@ -357,3 +359,28 @@ def test_half_precision_loses_no_small_saliency() -> None:
         model.weight.copy_(torch.tensor([[1e-4, 2e-4]]))
     found = pruning.saliencies(model, diagonal={"weight": torch.tensor([[2e4, 2.0]])})["weight"]
     torch.testing.assert_close(found, torch.tensor([[1e-4, 4e-8]]), rtol=1e-3, atol=0.0)
+
+
+NORMS = {
+    "weight_norm": torch.nn.utils.parametrizations.weight_norm,
+    "spectral_norm": torch.nn.utils.parametrizations.spectral_norm,
+    "older weight_norm": torch.nn.utils.weight_norm,
+    "older spectral_norm": torch.nn.utils.spectral_norm,
+}
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("norm", NORMS)
+def test_parametrized_weights_are_left_out_or_refused_by_name(norm: str) -> None:
+    model, batches = problem()
+    NORMS[norm](model[0])
+    before = state(model)
+    originals = [name for name, p in model.named_parameters() if name.startswith("0.") and p.dim() > 1]
+    for name in ("0.weight", *originals):
+        with pytest.raises(ValueError, match="a parametrized weight cannot be pruned; leave it out"):
+            pruning.prune(model, 0.5, F.cross_entropy, batches, params=[name])
+    assert state(model).keys() == before.keys()
+    assert set(pruning.neurons(model)) == {"2.weight", "2.bias"}
+    found = pruning.prune(model, 0.9, F.cross_entropy, batches)
+    assert set(found.by_parameter) == {"2.weight"}
+    assert bool(torch.isfinite(model(batches[0][0])).all())

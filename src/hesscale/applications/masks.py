@@ -12,8 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune
+from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 _ORIG, _MASK = "_orig", "_mask"
+_NORMS = (SpectralNorm, WeightNorm)  # hooks that came before parametrizations
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,12 @@ class Place:
     def masked(self) -> bool:
         """Whether it was pruned before."""
         return hasattr(self.module, self.own + _MASK)
+
+    @property
+    def parametrized(self) -> bool:
+        """Whether the layer computes with a function of it, as with weight normalization."""
+        older = any(self.own.startswith(f"{name}_") for name in _made_by_norms(self.module))
+        return older or isinstance(self.module, ParametrizationList)
 
     @property
     def today(self) -> str:
@@ -57,21 +67,47 @@ class Place:
 
 
 def places(model: nn.Module, asked: Sequence[str] | None) -> dict[str, Place]:
-    """By name, those asked for, by their names of today or before; all matrices, filters and the like if None."""
+    """By name, those asked for, by their names of today or before; all matrices, filters and the like if None.
+
+    Not those of parametrized weights: zeros there are not zeros of the weight, and a direction of zeros has no norm.
+    """
     known = {place.name: place for place in all_places(model)}
     if asked is None:
-        chosen = [name for name, place in known.items() if place.parameter.requires_grad and place.parameter.dim() > 1]
+        chosen = {name: place for name, place in known.items() if _is_matrix(place.parameter)}
+        chosen = {name: place for name, place in chosen.items() if not place.parametrized}
         if not chosen:
             raise ValueError(
-                "the model has no weight of two or more dimensions that requires grad: name some (params=)"
+                "the model has no weight of two or more dimensions that requires grad and is not parametrized: name "
+                "some (params=)"
             )
-        return {name: known[name] for name in chosen}
+        return chosen
     by_today = {place.today: place for place in known.values()}
     unknown = [name for name in asked if name not in known and name not in by_today]
+    found = [known.get(name) or by_today[name] for name in asked if name not in unknown]
+    parametrized = [*(name for name in unknown if _is_made(model, name)), *(p.name for p in found if p.parametrized)]
+    if parametrized:
+        raise ValueError(
+            f"{', '.join(parametrized)}: a parametrized weight cannot be pruned; leave it out, or make the "
+            "parametrization final first (torch.nn.utils.parametrize.remove_parametrizations)"
+        )
     if unknown:
         raise ValueError(f"the model has no parameter {', '.join(map(repr, unknown))}; it has {', '.join(known)}")
-    found = [known.get(name) or by_today[name] for name in asked]
     return {place.name: place for place in found}
+
+
+def _is_matrix(p: Tensor) -> bool:
+    return p.requires_grad and p.dim() > 1
+
+
+def _is_made(model: nn.Module, name: str) -> bool:
+    """Whether this is a weight that its module computes from parameters."""
+    holder, _, own = name.rpartition(".")
+    module = dict(model.named_modules()).get(holder)
+    return module is not None and (is_parametrized(module, own) or own in _made_by_norms(module))
+
+
+def _made_by_norms(module: nn.Module) -> list[str]:
+    return [hook.name for hook in module._forward_pre_hooks.values() if isinstance(hook, _NORMS)]
 
 
 def all_places(model: nn.Module) -> list[Place]:

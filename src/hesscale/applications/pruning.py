@@ -61,8 +61,8 @@ def saliencies(
 ) -> dict[str, Tensor]:
     """s of every weight by name, with its sign: below zero where the model says that the loss would fall.
 
-    In float32 if the model is in half precision. Of matrices, filters and the like; of biases and other vectors where ``params`` names them. Weights that are masked
-    already have 0. Names are those from before pruning.
+    Of matrices, filters and the like; of biases and other vectors where ``params`` names them. Weights that are masked
+    already have 0. Names are those from before pruning. In float32 if the model is in half precision.
 
     >>> model, batches = nn.Linear(2, 1, bias=False), [(torch.tensor([[1.0, 3.0]]), torch.zeros(1, 1))]
     >>> model.weight.data.fill_(1.0)
