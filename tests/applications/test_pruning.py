@@ -12,6 +12,7 @@ from torch.nn.utils import prune as torch_prune
 
 import hesscale
 from hesscale.applications import pruning
+from hesscale.estimators import ESTIMATORS
 
 Batch = tuple[Tensor, Tensor]
 
@@ -270,7 +271,7 @@ def test_what_else_is_refused() -> None:
         pruning.scores(model, F.cross_entropy, batches, order="first")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="no parameter 'head"):
         pruning.scores(model, F.cross_entropy, batches, params=["head.weight"])
-    with pytest.raises(ValueError, match="no parameter '0.training'"):
+    with pytest.raises(ValueError, match=r"no parameter '0.training'"):
         pruning.scores(model, F.cross_entropy, batches, params=["0.training"])
     assert not hasattr(model[0], "weight_mask")
     pruning.prune(model, 0.5, F.cross_entropy, batches)
@@ -384,3 +385,62 @@ def test_parametrized_weights_are_left_out_or_refused_by_name(norm: str) -> None
     found = pruning.prune(model, 0.9, F.cross_entropy, batches)
     assert set(found.by_parameter) == {"2.weight"}
     assert bool(torch.isfinite(model(batches[0][0])).all())
+
+
+class Reading(nn.Module):
+    """Reads weights of modules that it does not call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.called, self.read = nn.Linear(3, 5), nn.Linear(5, 5)
+        self.listed = nn.ParameterList([torch.randn(4, 5)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.linear(self.called(x).tanh(), self.read.weight, self.read.bias)
+        return F.linear(x.tanh(), self.listed[0])
+
+
+@pytest.mark.parametrize("order", ["obd", "second"])
+@pytest.mark.parametrize("method", ["hesscale", "hessian", "squared_gradient"])
+def test_weights_of_modules_that_are_never_called_are_refused(order: pruning.Order, method: str) -> None:
+    _, batches = problem()
+    model = Reading().double()
+    before = state(model)
+    with pytest.raises(ValueError, match=r"read.weight, listed.0: no pass called the module"):
+        pruning.prune(model, 0.5, F.cross_entropy, iter(batches), order=order, method=method)
+    after = state(model)
+    assert after.keys() == before.keys() and all(torch.equal(after[name], before[name]) for name in before)
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    found = pruning.prune(model, 0.5, F.cross_entropy, batches, order=order, params=["called.weight"], schedule=2)
+    assert set(found.by_parameter) == {"called.weight"}
+
+
+@pytest.mark.parametrize("method", ESTIMATORS)
+def test_calls_are_seen_with_every_method(method: str) -> None:
+    model, batches = problem()
+    assert pruning.prune(model, 0.6, F.cross_entropy, batches, method=method).sparsity == pytest.approx(0.6)
+
+
+def test_a_masked_bias_of_attention_is_applied_too() -> None:
+    model, batches = attention()
+    out = model[0].self_attn.out_proj
+    with torch.no_grad():
+        out.bias.copy_(torch.randn(8))
+    pruning.prune(model, 0.5, F.cross_entropy, batches, params=["0.self_attn.out_proj.bias"], order="second")
+    with torch.no_grad():
+        out.bias_orig += 1
+    model(batches[0][0])
+    assert torch.equal(out.bias, out.bias_orig * out.bias_mask)
+
+
+def test_an_error_of_fine_tuning_leaves_the_masks_of_its_round() -> None:
+    model, batches = problem()
+
+    def fine_tune(net: nn.Module) -> None:
+        raise RuntimeError("no power")
+
+    with pytest.raises(RuntimeError, match="no power"):
+        pruning.prune(model, 0.8, F.cross_entropy, batches, schedule=[0.4, 0.8], fine_tune=fine_tune)
+    assert sum(int((model[place].weight_mask == 0).sum()) for place in (0, 2)) == round(0.4 * 35)
+    assert pruning.prune(model, 0.8, F.cross_entropy, batches).sparsity == pytest.approx(0.8)

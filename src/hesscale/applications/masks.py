@@ -5,7 +5,8 @@ A weight is called here what it was called before it was pruned.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -138,6 +139,32 @@ def refuse_shared(model: nn.Module, chosen: Mapping[str, Place]) -> None:
             )
 
 
+@contextmanager
+def noting_calls(model: nn.Module, chosen: Mapping[str, Place]) -> Iterator[set[str]]:
+    """The names of those weights, filled in as passes call their modules: it is then that torch applies a mask."""
+    attention = {id(m.out_proj): m for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
+    called: set[str] = set()
+    handles = []
+    for name, place in chosen.items():
+        caller = attention.get(id(place.module), place.module)
+        handles.append(caller.register_forward_pre_hook(lambda module, args, name=name: called.add(name)))
+    try:
+        yield called
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def refuse_uncalled(chosen: Mapping[str, Place], called: Collection[str]) -> None:
+    """The mask of a weight that is read without its module being called would be applied once and never again."""
+    missed = [name for name in chosen if name not in called]
+    if missed:
+        raise ValueError(
+            f"{', '.join(missed[:3])}{' and others' if missed[3:] else ''}: no pass called the module it belongs to, "
+            "and only there is a mask applied: leave it out (params=), or have the model call the module"
+        )
+
+
 def apply_masks(model: nn.Module, chosen: Mapping[str, Place], kept: Mapping[str, Tensor]) -> None:
     """Masks each weight with zeros and ones of its own."""
     for name, place in chosen.items():
@@ -163,7 +190,7 @@ def load_pruned(model: nn.Module, state: Mapping[str, Any]) -> None:
 def _refresh_attention(model: nn.Module) -> None:
     """``nn.MultiheadAttention`` reads out_proj.weight without calling out_proj, whose mask would never be applied."""
     for module in model.modules():
-        if isinstance(module, nn.MultiheadAttention) and hasattr(module.out_proj, "weight" + _MASK):
+        if isinstance(module, nn.MultiheadAttention) and prune.is_pruned(module.out_proj):
             hooks = module._forward_pre_hooks.values()
             if _apply_out_proj not in hooks:
                 module.register_forward_pre_hook(_apply_out_proj)
