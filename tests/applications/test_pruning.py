@@ -444,3 +444,32 @@ def test_an_error_of_fine_tuning_leaves_the_masks_of_its_round() -> None:
         pruning.prune(model, 0.8, F.cross_entropy, batches, schedule=[0.4, 0.8], fine_tune=fine_tune)
     assert sum(int((model[place].weight_mask == 0).sum()) for place in (0, 2)) == round(0.4 * 35)
     assert pruning.prune(model, 0.8, F.cross_entropy, batches).sparsity == pytest.approx(0.8)
+
+
+@pytest.mark.parametrize("pruned_before", [False, True])
+@pytest.mark.parametrize("kind", ["shapes differ", "a name is missing"])
+def test_a_state_that_does_not_fit_changes_nothing(kind: str, pruned_before: bool) -> None:
+    source, batches = problem()
+    pruning.prune(source, 0.4, F.cross_entropy, batches)
+    bad = state(source)
+    if kind == "shapes differ":
+        bad["2.bias"] = torch.zeros(7)
+    else:
+        del bad["0.bias"]
+    model, _ = problem()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(1)
+    if pruned_before:
+        pruning.prune(model, 0.2, F.cross_entropy, batches, params=["0.weight"])
+    before, outputs, parameters = state(model), model(batches[0][0]), [*model.named_parameters()]
+    with pytest.raises(RuntimeError, match=r"2.bias|0.bias"):
+        pruning.load_pruned(model, bad)
+    after = state(model)
+    assert [*after] == [*before] and all(torch.equal(after[name], before[name]) for name in before)
+    kept = zip(model.named_parameters(), parameters, strict=True)
+    assert all(name == other and p is q for (name, p), (other, q) in kept)
+    assert torch.equal(model(batches[0][0]), outputs)
+    assert bool(model[0]._forward_pre_hooks) == pruned_before and not model[2]._forward_pre_hooks
+    pruning.load_pruned(model, source.state_dict())
+    torch.testing.assert_close(model(batches[0][0]), source(batches[0][0]))

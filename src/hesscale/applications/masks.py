@@ -173,18 +173,39 @@ def apply_masks(model: nn.Module, chosen: Mapping[str, Place], kept: Mapping[str
 
 
 def load_pruned(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Loads the ``state_dict`` of a pruned model into a model of the same kind, pruned or not."""
-    for key in state:
-        name = key.removesuffix(_MASK)
-        if name != key and name + _ORIG in state and name in dict(model.named_parameters()):
-            holder, _, own = name.rpartition(".")
+    """Loads the ``state_dict`` of a pruned model into a model of the same kind, pruned or not; all of it or nothing."""
+    dense = [place for place in all_places(model) if not place.masked]
+    to_mask = [place for place in dense if {place.name + _ORIG, place.name + _MASK} <= state.keys()]
+    with _all_or_nothing(model, to_mask):
+        for place in to_mask:
             with torch.no_grad():
-                prune.identity(model.get_submodule(holder), own)
-    model.load_state_dict(state)
+                prune.identity(place.module, place.own)
+        model.load_state_dict(state)
     with torch.no_grad():
         for module in model.modules():
             _apply(module, ())
     _refresh_attention(model)
+
+
+@contextmanager
+def _all_or_nothing(model: nn.Module, masked: Sequence[Place]) -> Iterator[None]:
+    """On an error these have no mask any more, and every tensor has its former values: torch loads what it can."""
+    with torch.no_grad():
+        values = [(tensor, tensor.clone()) for tensor in (*model.parameters(), *model.buffers())]
+    parameters = [(place.module, dict(place.module._parameters)) for place in masked]
+    try:
+        yield
+    except BaseException:
+        for place in masked:
+            if place.masked:
+                prune.remove(place.module, place.own)
+        for module, own in parameters:
+            module._parameters.clear()  # in their former order
+            module._parameters.update(own)
+        with torch.no_grad():
+            for tensor, value in values:
+                tensor.copy_(value)
+        raise
 
 
 def _refresh_attention(model: nn.Module) -> None:
