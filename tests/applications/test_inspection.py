@@ -1,9 +1,12 @@
 """A look at a network: every number by hand, the estimate of rounding against real rounding, and what is refused."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import prune
 
 import hesscale
 from hesscale.applications import inspect
@@ -78,3 +81,20 @@ def test_what_is_refused() -> None:
         inspect(nn.Tanh(), F.cross_entropy, batches)
     with pytest.raises(ValueError, match="belongs to another model"):
         inspect(model, diagonal={"weight": torch.ones(1)})
+
+
+def test_pruned_weights_do_not_widen_the_range() -> None:
+    model, batches = problem()
+    with torch.no_grad():
+        model[0].weight[0, 0] = 100.0
+    mask = torch.ones_like(model[0].weight)
+    mask[0, 0] = 0
+    prune.custom_from_mask(model[0], "weight", mask)
+    final = copy.deepcopy(problem()[0])
+    with torch.no_grad():
+        final[0].weight[0, 0] = 0.0
+    (found,) = [layer for layer in inspect(model, F.cross_entropy, batches).layers if layer.name == "0.weight_orig"]
+    h = hesscale.applications.diagonal_over(final, F.cross_entropy, batches)["0.weight"]
+    w = final[0].weight.detach()
+    step = float(w.max() - w.min()) / 255
+    assert found.sensitivity[8] == pytest.approx(float((h * mask).sum()) * step**2 / 24, rel=1e-10)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..estimators.problem import LossFunction
+from .masks import all_places
 from .over_batches import Batches, How, diagonal_over
 
 QUANTILES = (0.01, 0.25, 0.5, 0.75, 0.99)
@@ -78,14 +79,15 @@ def inspect(
 
         ½ Σ_i h_i Δ²/12 = Δ²/24 · trace
 
-    in its quadratic model: below zero where the trace is.
+    in its quadratic model: below zero where the trace is. Weights that were pruned count as the zeros they are.
 
     >>> model, batches = nn.Linear(2, 1, bias=False), [(torch.tensor([[1.0, 3.0]]), torch.zeros(1, 1))]
     >>> hesscale.applications.inspect(model, F.mse_loss, batches).layers[0].trace
     20.0
     """
     diagonal = diagonal_over(model, loss_fn, batches, **how)
-    layers = tuple(_layer(name, h, model.get_parameter(name).detach()) for name, h in diagonal.items() if h.numel())
+    places = {place.today: place for place in all_places(model)}
+    layers = tuple(_layer(name, h, places[name].weight) for name, h in diagonal.items() if h.numel())
     return Inspection(layers, diagonal)
 
 

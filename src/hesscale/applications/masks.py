@@ -5,15 +5,20 @@ A weight is called here what it was called before it was pruned.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune
+from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 _ORIG, _MASK = "_orig", "_mask"
+_NORMS = (SpectralNorm, WeightNorm)  # hooks that came before parametrizations
 
 
 @dataclass(frozen=True)
@@ -28,6 +33,12 @@ class Place:
     def masked(self) -> bool:
         """Whether it was pruned before."""
         return hasattr(self.module, self.own + _MASK)
+
+    @property
+    def parametrized(self) -> bool:
+        """Whether the layer computes with a function of it, as with weight normalization."""
+        older = any(self.own.startswith(f"{name}_") for name in _made_by_norms(self.module))
+        return older or isinstance(self.module, ParametrizationList)
 
     @property
     def today(self) -> str:
@@ -45,6 +56,11 @@ class Place:
         """Ones where nothing was removed yet."""
         return getattr(self.module, self.own + _MASK) if self.masked else torch.ones_like(self.parameter)
 
+    @property
+    def weight(self) -> Tensor:
+        """What the layer computes with: zero where it was removed."""
+        return self.parameter.detach() * self.mask if self.masked else self.parameter.detach()
+
     def keep(self, mask: Tensor) -> None:
         """Masks the weight with this as well."""
         with torch.no_grad():  # what torch keeps beside weight_orig would else have a graph, which nobody can copy
@@ -52,21 +68,52 @@ class Place:
 
 
 def places(model: nn.Module, asked: Sequence[str] | None) -> dict[str, Place]:
-    """By name, those asked for, by their names of today or before; all matrices, filters and the like if None."""
-    known = {place.name: place for place in (_place(model, name) for name, _ in model.named_parameters())}
+    """By name, those asked for, by their names of today or before; all matrices, filters and the like if None.
+
+    Not those of parametrized weights: zeros there are not zeros of the weight, and a direction of zeros has no norm.
+    """
+    known = {place.name: place for place in all_places(model)}
     if asked is None:
-        chosen = [name for name, place in known.items() if place.parameter.requires_grad and place.parameter.dim() > 1]
+        chosen = {name: place for name, place in known.items() if _is_matrix(place.parameter)}
+        chosen = {name: place for name, place in chosen.items() if not place.parametrized}
         if not chosen:
             raise ValueError(
-                "the model has no weight of two or more dimensions that requires grad: name some (params=)"
+                "the model has no weight of two or more dimensions that requires grad and is not parametrized: name "
+                "some (params=)"
             )
-        return {name: known[name] for name in chosen}
+        return chosen
     by_today = {place.today: place for place in known.values()}
     unknown = [name for name in asked if name not in known and name not in by_today]
+    found = [known.get(name) or by_today[name] for name in asked if name not in unknown]
+    parametrized = [*(name for name in unknown if _is_made(model, name)), *(p.name for p in found if p.parametrized)]
+    if parametrized:
+        raise ValueError(
+            f"{', '.join(parametrized)}: a parametrized weight cannot be pruned; leave it out, or make the "
+            "parametrization final first (torch.nn.utils.parametrize.remove_parametrizations)"
+        )
     if unknown:
         raise ValueError(f"the model has no parameter {', '.join(map(repr, unknown))}; it has {', '.join(known)}")
-    found = [known.get(name) or by_today[name] for name in asked]
     return {place.name: place for place in found}
+
+
+def _is_matrix(p: Tensor) -> bool:
+    return p.requires_grad and p.dim() > 1
+
+
+def _is_made(model: nn.Module, name: str) -> bool:
+    """Whether this is a weight that its module computes from parameters."""
+    holder, _, own = name.rpartition(".")
+    module = dict(model.named_modules()).get(holder)
+    return module is not None and (is_parametrized(module, own) or own in _made_by_norms(module))
+
+
+def _made_by_norms(module: nn.Module) -> list[str]:
+    return [hook.name for hook in module._forward_pre_hooks.values() if isinstance(hook, _NORMS)]
+
+
+def all_places(model: nn.Module) -> list[Place]:
+    """One for each parameter, in the model's order."""
+    return [_place(model, name) for name, _ in model.named_parameters()]
 
 
 def _place(model: nn.Module, name: str) -> Place:
@@ -92,6 +139,32 @@ def refuse_shared(model: nn.Module, chosen: Mapping[str, Place]) -> None:
             )
 
 
+@contextmanager
+def noting_calls(model: nn.Module, chosen: Mapping[str, Place]) -> Iterator[set[str]]:
+    """The names of those weights, filled in as passes call their modules: it is then that torch applies a mask."""
+    attention = {id(m.out_proj): m for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
+    called: set[str] = set()
+    handles = []
+    for name, place in chosen.items():
+        caller = attention.get(id(place.module), place.module)
+        handles.append(caller.register_forward_pre_hook(lambda module, args, name=name: called.add(name)))
+    try:
+        yield called
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def refuse_uncalled(chosen: Mapping[str, Place], called: Collection[str]) -> None:
+    """The mask of a weight that is read without its module being called would be applied once and never again."""
+    missed = [name for name in chosen if name not in called]
+    if missed:
+        raise ValueError(
+            f"{', '.join(missed[:3])}{' and others' if missed[3:] else ''}: no pass called the module it belongs to, "
+            "and only there is a mask applied: leave it out (params=), or have the model call the module"
+        )
+
+
 def apply_masks(model: nn.Module, chosen: Mapping[str, Place], kept: Mapping[str, Tensor]) -> None:
     """Masks each weight with zeros and ones of its own."""
     for name, place in chosen.items():
@@ -100,24 +173,45 @@ def apply_masks(model: nn.Module, chosen: Mapping[str, Place], kept: Mapping[str
 
 
 def load_pruned(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Loads the ``state_dict`` of a pruned model into a model of the same kind, pruned or not."""
-    for key in state:
-        name = key.removesuffix(_MASK)
-        if name != key and name + _ORIG in state and name in dict(model.named_parameters()):
-            holder, _, own = name.rpartition(".")
+    """Loads the ``state_dict`` of a pruned model into a model of the same kind, pruned or not; all of it or nothing."""
+    dense = [place for place in all_places(model) if not place.masked]
+    to_mask = [place for place in dense if {place.name + _ORIG, place.name + _MASK} <= state.keys()]
+    with _all_or_nothing(model, to_mask):
+        for place in to_mask:
             with torch.no_grad():
-                prune.identity(model.get_submodule(holder), own)
-    model.load_state_dict(state)
+                prune.identity(place.module, place.own)
+        model.load_state_dict(state)
     with torch.no_grad():
         for module in model.modules():
             _apply(module, ())
     _refresh_attention(model)
 
 
+@contextmanager
+def _all_or_nothing(model: nn.Module, masked: Sequence[Place]) -> Iterator[None]:
+    """On an error these have no mask any more, and every tensor has its former values: torch loads what it can."""
+    with torch.no_grad():
+        values = [(tensor, tensor.clone()) for tensor in (*model.parameters(), *model.buffers())]
+    parameters = [(place.module, dict(place.module._parameters)) for place in masked]
+    try:
+        yield
+    except BaseException:
+        for place in masked:
+            if place.masked:
+                prune.remove(place.module, place.own)
+        for module, own in parameters:
+            module._parameters.clear()  # in their former order
+            module._parameters.update(own)
+        with torch.no_grad():
+            for tensor, value in values:
+                tensor.copy_(value)
+        raise
+
+
 def _refresh_attention(model: nn.Module) -> None:
     """``nn.MultiheadAttention`` reads out_proj.weight without calling out_proj, whose mask would never be applied."""
     for module in model.modules():
-        if isinstance(module, nn.MultiheadAttention) and hasattr(module.out_proj, "weight" + _MASK):
+        if isinstance(module, nn.MultiheadAttention) and prune.is_pruned(module.out_proj):
             hooks = module._forward_pre_hooks.values()
             if _apply_out_proj not in hooks:
                 module.register_forward_pre_hook(_apply_out_proj)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ..estimators.problem import LossFunction
-from .masks import Place, apply_masks, places, refuse_shared
+from .masks import Place, apply_masks, noting_calls, places, refuse_shared, refuse_uncalled
 from .masks import load_pruned as load_pruned
 from .over_batches import Batches, How, derivatives_over, diagonal_over
 from .units import Groups, numbered, totals
@@ -62,7 +62,7 @@ def saliencies(
     """s of every weight by name, with its sign: below zero where the model says that the loss would fall.
 
     Of matrices, filters and the like; of biases and other vectors where ``params`` names them. Weights that are masked
-    already have 0. Names are those from before pruning.
+    already have 0. Names are those from before pruning. In float32 if the model is in half precision.
 
     >>> model, batches = nn.Linear(2, 1, bias=False), [(torch.tensor([[1.0, 3.0]]), torch.zeros(1, 1))]
     >>> model.weight.data.fill_(1.0)
@@ -81,7 +81,8 @@ def saliencies(
         diagonal = diagonal_over(model, loss_fn, batches, **how)
     found = {}
     for name, place in chosen.items():
-        w = place.parameter.detach() * place.mask
+        w = place.weight
+        w = w.to(torch.promote_types(w.dtype, torch.float32))  # squares of small weights are zero in half precision
         found[name] = diagonal[place.today] * w.square() / 2
         if gradient:
             found[name] -= gradient[place.today] * w
@@ -131,7 +132,11 @@ def prune(
 
     ``schedule``: the number of rounds, each of which leaves the same share of what it found; or the shares after each,
     the last of which is ``amount``. A round finds curvature anew and then calls ``fine_tune(model)``, where masks hold.
-    An error leaves the model as the last round left it; in the first, as it was.
+    An error while a round finds curvature leaves the model as the last round left it; in the first, as it was. An error
+    of ``fine_tune`` leaves it masked as far as this round goes, and trained as far as that came.
+
+    Torch applies a mask when the module is called: a weight that is read without (``F.linear(x, layer.weight)``, or out
+    of an ``nn.ParameterList``) is refused; where a ``diagonal`` is given, no pass shows it: leave it out yourself.
 
     Masks are those of ``torch.nn.utils.prune``: ``weight_orig`` and ``weight_mask`` in place of ``weight``, both in
     ``state_dict`` (``load_pruned`` reads it into a fresh model), made final by ``torch.nn.utils.prune.remove``.
@@ -149,7 +154,10 @@ def prune(
     steps = _steps(amount, schedule, 1 - int(there.sum()) / count)
     _refuse_once_only(len(steps), batches, how)
     for step in steps:
-        ranking = totals(_absolute(model, loss_fn, batches, order, how), numbers)
+        with noting_calls(model, chosen) as called:
+            ranking = totals(_absolute(model, loss_fn, batches, order, how), numbers)
+        if step == steps[0] and (order == "second" or how.get("diagonal") is None):
+            refuse_uncalled(chosen, called)
         there = _without_lowest(ranking, there, count - round(step * count))
         apply_masks(model, chosen, {name: there[number] for name, number in numbers.items()})
         if fine_tune is not None:

@@ -21,13 +21,13 @@ def neurons(model: nn.Module, *, without: Sequence[str] = ()) -> dict[str, Tenso
     """A group per output of every linear layer and per filter of every convolution: its weights and its bias.
 
     ``without`` names modules to leave out, such as the last: its outputs are the model's. Outputs of layers inside
-    ``nn.MultiheadAttention`` are not neurons: see ``heads``.
+    ``nn.MultiheadAttention`` are not neurons: see ``heads``. Layers with a parametrized weight are left out.
     """
     inside = {id(part) for m in model.modules() if isinstance(m, nn.MultiheadAttention) for part in m.modules()}
     found: dict[str, Tensor] = {}
     count = 0
     for name, module in model.named_modules():
-        if name in without or id(module) in inside or not isinstance(module, _LAYERS):
+        if name in without or id(module) in inside or not isinstance(module, _LAYERS) or not _has(module, "weight"):
             continue
         weight = _of(module, "weight")
         if isinstance(module, _TRANSPOSED) and module.groups > 1:
@@ -36,7 +36,7 @@ def neurons(model: nn.Module, *, without: Sequence[str] = ()) -> dict[str, Tenso
         numbers = torch.arange(count, count := count + weight.shape[dim])
         prefix = f"{name}." if name else ""
         found[f"{prefix}weight"] = numbers.view(*(-1 if d == dim else 1 for d in range(weight.dim())))
-        if module.bias is not None:
+        if _has(module, "bias"):
             found[f"{prefix}bias"] = numbers
     _refuse_none(found, "linear layer or convolution")
     return found
@@ -64,6 +64,11 @@ def _of_attention(module: nn.MultiheadAttention, numbers: Tensor) -> Iterator[tu
     if module.in_proj_bias is not None:
         yield "in_proj_bias", numbers.repeat(3)
     yield "out_proj.weight", numbers
+
+
+def _has(module: nn.Module, own: str) -> bool:
+    """Whether it is a parameter, masked or not: neither missing nor parametrized."""
+    return Place(own, module, own).masked or module._parameters.get(own) is not None
 
 
 def _of(module: nn.Module, own: str) -> Tensor:

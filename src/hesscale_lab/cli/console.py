@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -64,12 +65,15 @@ def progress_bar() -> Progress:
 
 
 def show(table: Table, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Prints a table whose first column is words and whose others are numbers."""
+    """Prints a table whose first column is words and whose others are numbers, wider than the console if need be."""
     for place, heading in enumerate(headings):
         table.add_column(heading, justify="left" if not place else "right")
     for row in rows:
         table.add_row(*row)
-    Console(markup=False).print(table)
+    console = Console(markup=False)
+    whole = console.measure(table, options=console.options.update(max_width=sys.maxsize)).maximum
+    console.width = max(console.width, whole)  # in too little room rich would cut numbers off
+    console.print(table)
 
 
 def name_left_out(lines: Iterable[str]) -> None:

@@ -46,8 +46,8 @@ def script(folder: Path, change: str = "", imports: str = "") -> Path:
     return path
 
 
-def run(*arguments: object) -> tuple[int, str, str]:
-    result = CliRunner().invoke(app, ["inspect", *map(str, arguments)], env={"COLUMNS": "200"})
+def run(*arguments: object, columns: int = 200) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, ["inspect", *map(str, arguments)], env={"COLUMNS": str(columns)})
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result.exit_code, result.stdout, result.stderr
@@ -67,6 +67,15 @@ def test_it_prints_a_table_and_writes_a_page(tmp_path: Path) -> None:
         assert all(f"<td>{cell}</td>" in content for cell in row[1:])
     assert content.count("data:image/png;base64,") == 2
     assert "http" not in content and "<script" not in content
+
+
+@pytest.mark.parametrize("columns", [80, 20])
+def test_numbers_are_whole_in_little_room(columns: int, tmp_path: Path) -> None:
+    code, printed, _ = run(f"{script(tmp_path)}:make", "--out", tmp_path / "page.html", columns=columns)
+    assert code == 0
+    found = hesscale.applications.inspect(*sys.modules["network"].make())
+    lines = [line.strip("│").split("│") for line in printed.splitlines() if line.startswith("│")]
+    assert [tuple(cell.strip() for cell in line) for line in lines] == [*found.rows[1:]]
 
 
 def test_some_batches_are_enough(tmp_path: Path) -> None:
