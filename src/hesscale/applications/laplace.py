@@ -13,23 +13,26 @@ there would be none, but training seldom ends at one. ``Posterior.clamped`` says
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Unpack
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev, vmap
 
-from ..estimators.api import examples_in, fresh_generator
+from ..estimators.api import examples_in, fresh_generator, inputs_and_targets
 from ..estimators.problem import LossFunction, without_traces
-from .over_batches import Batches, How, diagonal_over, on_device, reporter
+from .masks import alive
+from .over_batches import Batches, How, Progress, diagonal_over, on_device, reporter
 
 LIKELIHOODS = ("classification", "regression")
 GRID = tuple(10.0 ** (k / 2) for k in range(-8, 9))
 """Prior precisions that validation tries."""
 
-_OTHER_IN_TRAINING = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._NormBase)
+_OTHER_IN_TRAINING = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._NormBase, nn.RReLU)
 _NO_EXAMPLES = "how many examples was this diagonal averaged over? Say so: examples=..."
 
 
@@ -39,7 +42,7 @@ def half_squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
         raise ValueError(
             f"outputs have shape {tuple(outputs.shape)}, but targets {tuple(targets.shape)}: make them alike"
         )
-    return 0.5 * ((outputs - targets) ** 2).sum() / len(outputs)
+    return 0.5 * outputs[0].numel() * ((outputs - targets) ** 2).mean()  # a sum may exceed half precision
 
 
 def laplace(
@@ -55,9 +58,11 @@ def laplace(
 ) -> Posterior:
     """The posterior over the parameters of a trained model, from its training data, by ``method="hesscale_gn"``.
 
-    ``loss_fn`` is the mean negative log-likelihood of a batch: ``cross_entropy`` for classification,
-    ``half_squared_error`` for regression, whose ``noise`` is the variance of the targets. A ``diagonal=`` computed
-    elsewhere is that of the mean loss, over so many ``examples``. Put the model in evaluation mode before.
+    ``loss_fn`` is the negative log-likelihood, the mean over a batch's examples: ``cross_entropy`` for classification,
+    ``half_squared_error`` for regression, whose ``noise`` is the variance of the targets (``mse_loss`` is taken for
+    it). For classification every label is an example, those of positions [N, T] too, but not ``ignore_index``; if your
+    mean is over something else, say over how many in all: ``examples``. So do for a ``diagonal=`` of a mean loss that
+    was computed elsewhere. Put the model in evaluation mode before.
 
     >>> model, batches = nn.Linear(4, 3), [(torch.randn(8, 4), torch.randint(3, (8,)))]
     >>> posterior = hesscale.applications.laplace.laplace(model, F.cross_entropy, batches)
@@ -68,59 +73,131 @@ def laplace(
         raise ValueError(f"unknown likelihood {likelihood!r}: choose one of {', '.join(map(repr, LIKELIHOODS))}")
     if not (prior_precision > 0 and noise > 0):
         raise ValueError(f"prior_precision and noise must be positive: {prior_precision}, {noise}")
-    if model.training and any(isinstance(module, _OTHER_IN_TRAINING) for module in model.modules()):
-        raise ValueError("the model is in training mode, with dropout or batch norm in it: call model.eval() first")
-    if how.get("diagonal") is not None and batches is None and examples is None:
-        raise ValueError(_NO_EXAMPLES)
+    if examples is not None and not (math.isfinite(examples) and examples > 0):
+        raise ValueError(f"examples must be a positive number, not {examples}")
+    _refuse_training(model)
     if how.get("diagonal") is None:
         how.setdefault("method", "hesscale_gn")
-    seen = _Seen(model, loss_fn)
-    stream = None if batches is None else seen.passing(batches)
-    if batches is not None:
-        how["progress"] = reporter(batches, how.get("progress", False))
-    found = diagonal_over(model, loss_fn, stream, **how)
-    if how.get("diagonal") is not None and stream is not None:
-        for _ in stream:
-            pass
+    elif batches is None and examples is None:
+        raise ValueError(_NO_EXAMPLES)
+    if likelihood == "regression" and (loss_fn is F.mse_loss or isinstance(loss_fn, nn.MSELoss)):
+        loss_fn = half_squared_error
+    seen = _Seen(model, loss_fn, likelihood)
+    found = seen.diagonal(batches, how)
     count = seen.examples if examples is None else examples
-    params = dict(model.named_parameters())
+    params, live = dict(model.named_parameters()), {name: alive(model, name) for name in found}
     return Posterior(
         model=model,
-        mean={name: params[name].detach().clone() for name in found},
-        curvature={name: count * h.clamp(min=0.0) for name, h in found.items()},
+        mean={name: _wide(params[name].detach()) * live[name] for name in found},
+        curvature={name: count * h.clamp(min=0.0) * live[name] for name, h in found.items()},
         prior={name: torch.full((), prior_precision, dtype=h.dtype, device=h.device) for name, h in found.items()},
         likelihood=likelihood,
         noise=noise,
         examples=count,
         outputs=seen.outputs,
-        loss=seen.total / seen.examples if seen.examples else math.nan,
+        loss=seen.total / seen.examples if seen.examples and loss_fn is not None else math.nan,
         clamped=sum(int((h < 0).sum()) for h in found.values()) / sum(h.numel() for h in found.values()),
     )
 
 
 class _Seen:
-    """What is noted of batches that pass by."""
+    """What is noted of batches: how many examples they have, their loss, and its diagonal."""
 
-    def __init__(self, model: nn.Module, loss_fn: LossFunction | None) -> None:
-        self._model, self._loss_fn = model, loss_fn
+    def __init__(self, model: nn.Module, loss_fn: LossFunction | None, likelihood: str) -> None:
+        self._model, self._loss_fn, self._likelihood = model, loss_fn, likelihood
         self.examples, self.total, self.outputs = 0, 0.0, 0
 
-    def passing(self, batches: Batches) -> Iterator[tuple[Any, Any]]:
-        """The same batches, each noted before it is handed on."""
-        for batch in batches:
-            self._note(batch)
-            yield batch
+    def diagonal(self, batches: Batches | None, how: How) -> dict[str, Tensor]:
+        """The diagonal of the mean loss over all examples, or the given one, in float32 at least."""
+        given, progress = how.get("diagonal"), how.pop("progress", False)
+        if batches is None or (given is None and self._loss_fn is None):
+            found = diagonal_over(self._model, self._loss_fn, None, **how)  # which says what is missing, if so
+        elif given is not None:
+            found = diagonal_over(self._model, **how)
+            for _ in self._counted(batches, progress):
+                pass
+        else:
+            found = self._mean(self._counted(batches, progress), how)
+        if batches is not None and not self.examples:
+            raise ValueError("the loader gave no examples")
+        return {name: (h if given is None else given[name].detach()).to(_wide(h)) for name, h in found.items()}
 
-    def _note(self, batch: Any) -> None:
-        if self._loss_fn is None or not isinstance(batch, (tuple, list)) or len(batch) != 2:
-            return  # diagonal_over says what is wrong
-        inputs, targets = on_device((batch[0], batch[1]), next(self._model.parameters()).device)
-        count = examples_in(inputs, targets)
-        with without_traces(self._model), torch.no_grad():
-            outputs = _outputs(self._model, inputs)
-            self.total += count * float(self._loss_fn(outputs, targets))
-        self.outputs = outputs[0].numel() if isinstance(outputs, Tensor) else 0
+    def _mean(self, counted: Iterable[tuple[Any, int]], how: How) -> dict[str, Tensor]:
+        """Batches weigh as much as their examples; one whose labels are all ignored has no mean loss."""
+        totals: dict[str, Tensor] = {}
+        for batch, count in counted:
+            part = diagonal_over(self._model, self._loss_fn, [batch], **how) if count else {}
+            totals.update({name: totals.get(name, 0.0) + count * _wide(h) for name, h in part.items()})
+        return {name: total / self.examples for name, total in totals.items()}
+
+    def _counted(self, batches: Batches, progress: Progress) -> Iterator[tuple[Any, int]]:
+        """The same batches with the number of their examples, each noted before it is handed on."""
+        report = reporter(batches, progress)
+        for done, batch in enumerate(batches, start=1):
+            yield batch, self._note(batch)
+            report(done)
+
+    def _note(self, batch: Any) -> int:
+        inputs, targets = on_device(inputs_and_targets(batch), next(self._model.parameters()).device)
+        count = self._terms(inputs, targets)
         self.examples += count
+        if self._loss_fn is not None and count:
+            with _untouched(self._model), torch.no_grad():
+                outputs = _outputs(self._model, inputs)
+                loss = float(self._loss_fn(outputs, targets))
+            if self._likelihood == "regression":
+                _refuse_other_scale(loss, outputs, targets)
+            self.total += count * loss
+            self.outputs = outputs[0].numel() if isinstance(outputs, Tensor) else 0
+        return count
+
+    def _terms(self, inputs: Any, targets: Any) -> int:
+        """How many terms a batch's mean loss has: labels for classification, else examples."""
+        if self._likelihood == "regression" or not isinstance(targets, Tensor) or not targets.ndim:
+            return examples_in(inputs, targets)
+        if targets.is_floating_point():  # probabilities of classes
+            return targets[:, :1].numel() if targets.ndim > 1 else len(targets)
+        return int((targets.long() != getattr(self._loss_fn, "ignore_index", -100)).sum())
+
+
+def _refuse_training(model: nn.Module) -> None:
+    """Random or batch-dependent modules in training mode would make a posterior of another network."""
+    for name, module in model.named_modules():
+        rate = getattr(module, "dropout", 0)  # of attention and recurrent modules, and of many people's own
+        other = isinstance(module, _OTHER_IN_TRAINING) or (isinstance(rate, (int, float)) and rate > 0)
+        if module.training and other:
+            what = f"{name or 'it'} ({type(module).__name__})"
+            raise ValueError(f"the model is in training mode, where {what} behaves otherwise: call model.eval() first")
+
+
+def _refuse_other_scale(loss: float, outputs: Any, targets: Any) -> None:
+    """A Gaussian's negative log-likelihood is known: another multiple of it would scale all variances."""
+    if not (isinstance(outputs, Tensor) and isinstance(targets, Tensor) and outputs.shape == targets.shape):
+        return
+    known = float(half_squared_error(_wide(outputs), _wide(targets)))
+    if math.isfinite(known) and not math.isclose(loss, known, rel_tol=1e-2, abs_tol=1e-6):  # half precision is coarse
+        raise ValueError(
+            f"this loss is {loss:.4g} where half the squared error, the mean over examples, is {known:.4g}: for "
+            "regression pass half_squared_error"
+        )
+
+
+def _wide(value: Tensor) -> Tensor:
+    """The same in float32, if its precision is less: products and sums of many leave the range of float16."""
+    return value.to(torch.promote_types(value.dtype, torch.float32))
+
+
+@contextmanager
+def _untouched(model: nn.Module) -> Iterator[None]:
+    """``without_traces``, and attributes of modules are kept as well: masks and norms put a new weight there."""
+    before = [(module, dict(vars(module))) for module in model.modules()]
+    try:
+        with without_traces(model):
+            yield
+    finally:
+        for module, attributes in before:
+            vars(module).clear()
+            vars(module).update(attributes)
 
 
 def _outputs(model: nn.Module, inputs: Any) -> Any:
@@ -225,11 +302,17 @@ class Posterior:
         With the network linearized around θ* (and the probit approximation for classes), or, with ``samples``, as the
         mean over so many networks that are drawn from the posterior. Variances of a regression include its noise.
         """
+        if samples < 0 or (samples == 1 and self.likelihood == "regression"):
+            raise ValueError(f"samples must be 2 or more for a variance (0: linearized), not {samples}")
         if samples:
             draws = self.draw(inputs, samples=samples, generator=generator)
             if self.likelihood == "classification":
+                if draws.ndim != 3:
+                    raise ValueError(
+                        "which dimension of the outputs is that of classes? Take draw(inputs, samples=...).softmax(dim)"
+                    )
                 return draws.softmax(-1).mean(0)
-            return draws.mean(0), draws.var(0, correction=0) + self.noise
+            return draws.mean(0), draws.var(0) + self.noise
         parts = [*self.jacobians(inputs)]
         if self.likelihood == "classification":
             return torch.cat([probit(f, self._spread(js)) for f, js in parts])
@@ -244,14 +327,20 @@ class Posterior:
         generator = fresh_generator() if generator is None else generator
         scale = {name: variance.sqrt() for name, variance in self.variance.items()}
         found = []
-        with without_traces(self.model):
+        _refuse_training(self.model)
+        with _untouched(self.model):
             for _ in range(samples):
                 noise = {
                     name: torch.randn(s.shape, dtype=s.dtype, generator=generator).to(s) for name, s in scale.items()
                 }
-                params = {name: self.mean[name] + scale[name] * noise[name] for name in scale}
-                found.append(functional_call(self.model, params, (inputs,)))
+                params = self._as_parameters({name: self.mean[name] + scale[name] * noise[name] for name in scale})
+                found.append(_wide(functional_call(self.model, params, (inputs,))))
         return torch.stack(found)
+
+    def _as_parameters(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The same in the precision of the model's parameters."""
+        params = dict(self.model.named_parameters())
+        return {name: value.to(params[name].dtype) for name, value in values.items()}
 
     def functional_variance(self, inputs: Tensor) -> Tensor:
         """The covariance [batch, outputs, outputs] of the linearized network's outputs: J diag(variance) Jᵀ."""
@@ -269,7 +358,8 @@ class Posterior:
 
     def jacobians(self, inputs: Tensor, *, chunk: int = 16) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
         """Outputs [batch, outputs], and by parameter name their Jacobian [batch, outputs, entries], in chunks."""
-        mean = {name: value.detach() for name, value in self.mean.items()}
+        mean = self._as_parameters(self.mean)
+        _refuse_training(self.model)
 
         def outputs(params: dict[str, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
             f = functional_call(self.model, params, (x[None],))
@@ -279,9 +369,9 @@ class Posterior:
 
         each = vmap(jacrev(outputs, has_aux=True), in_dims=(None, 0), randomness="error")
         for part in inputs.split(chunk):
-            with without_traces(self.model):
+            with _untouched(self.model):
                 js, f = each(mean, part)
-            yield f.detach(), {name: value.detach().flatten(2) for name, value in js.items()}
+            yield _wide(f.detach()), {name: _wide(value.detach().flatten(2)) for name, value in js.items()}
 
 
 def probit(outputs: Tensor, spread: Tensor) -> Tensor:

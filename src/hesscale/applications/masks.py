@@ -125,6 +125,13 @@ def _place(model: nn.Module, name: str) -> Place:
     return Place(name, module, own)
 
 
+def alive(model: nn.Module, name: str) -> Tensor:
+    """Ones where a parameter, by its name of today, reaches any module that uses it; zeros where all mask it."""
+    asked = model.get_parameter(name)
+    users = [other for other, p in model.named_parameters(remove_duplicate=False) if p is asked]
+    return torch.stack([_place(model, user).mask.detach() for user in users]).amax(0)
+
+
 def refuse_shared(model: nn.Module, chosen: Mapping[str, Place]) -> None:
     """A mask belongs to one module: a weight that several use would be masked in one of them only."""
     names: dict[int, dict[int, str]] = {}
