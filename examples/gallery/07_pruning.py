@@ -38,6 +38,7 @@ ones = {name: torch.ones_like(p) for name, p in model.named_parameters()}
 WAYS = {
     "magnitude": {"diagonal": ones},
     "HesScale, one round": {},
+    "rank=3, one round": {"rank": 3},
     "HesScale, 20 rounds": {"schedule": 20},
     "rank=3, 20 rounds": {"rank": 3, "schedule": 20},
 }
