@@ -246,3 +246,10 @@ def test_the_scale_of_a_squared_error_is_right(outputs: int) -> None:
 def test_a_squared_error_of_large_outputs_fits_half_precision() -> None:
     outputs = torch.full((4000, 2), 10.0, dtype=torch.float16)
     assert half_squared_error(outputs, torch.zeros_like(outputs)) == 100
+
+
+def test_size_says_how_many_examples_a_batch_has() -> None:
+    found = laplace(network(), F.cross_entropy, classes(), size=lambda batch: 10 * len(batch[1]))
+    wanted = laplace(network(), F.cross_entropy, classes(), examples=120)
+    assert found.examples == 120
+    assert torch.allclose(found.variance["0.weight"], wanted.variance["0.weight"])

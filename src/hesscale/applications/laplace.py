@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev, vmap
 
-from ..estimators.api import examples_in, fresh_generator, inputs_and_targets
+from ..estimators.api import Size, examples_in, fresh_generator, inputs_and_targets
 from ..estimators.problem import LossFunction, without_traces
 from .masks import alive
 from .over_batches import Batches, How, Progress, diagonal_over, on_device, reporter
@@ -106,10 +106,12 @@ class _Seen:
     def __init__(self, model: nn.Module, loss_fn: LossFunction | None, likelihood: str) -> None:
         self._model, self._loss_fn, self._likelihood = model, loss_fn, likelihood
         self.examples, self.total, self.outputs = 0, 0.0, 0
+        self._size: Size | None = None
 
     def diagonal(self, batches: Batches | None, how: How) -> dict[str, Tensor]:
         """The diagonal of the mean loss over all examples, or the given one, in float32 at least."""
         given, progress = how.get("diagonal"), how.pop("progress", False)
+        self._size = how.get("size")
         if batches is None or (given is None and self._loss_fn is None):
             found = diagonal_over(self._model, self._loss_fn, None, **how)  # which says what is missing, if so
         elif given is not None:
@@ -139,7 +141,7 @@ class _Seen:
 
     def _note(self, batch: Any) -> int:
         inputs, targets = on_device(inputs_and_targets(batch), next(self._model.parameters()).device)
-        count = self._terms(inputs, targets)
+        count = self._terms(inputs, targets) if self._size is None else int(self._size(batch))
         self.examples += count
         if self._loss_fn is not None and count:
             with _untouched(self._model), torch.no_grad():
