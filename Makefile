@@ -33,11 +33,11 @@ demo: $(READY)
 	$(BIN)/hesscale report runs/demo --out runs/demo/report
 
 test: lint
-	$(BIN)/pytest -n 2
+	$(BIN)/pytest -n 2 --dist worksteal
 	HESSCALE_PLAIN=1 $(BIN)/pytest -n 2 -q $(PLAIN)
 
 test-oldest test-newest: test-%: .venv-%/.ready
-	.venv-$*/bin/pytest -n 2
+	.venv-$*/bin/pytest -n 2 --dist worksteal
 
 check: lint
 	$(BIN)/pytest -n 2 -q $(CORE)
