@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
 from ..report.estimate import estimate
-from .drawn import Config, Drawn, Records, tidy, verbatim
+from .drawn import Config, Drawn, Records, draw_line, tidy, verbatim
 
 STYLES = {
     "none": ("#8C8C8C", "X"),
@@ -48,18 +48,8 @@ def _draw(axes: Axes, records: Records) -> None:
         if not own:
             continue
         found = [estimate(values) for values in zip(*own, strict=True)]
-        bars = [0.0 if value.error != value.error else 2 * value.error for value in found]
         places = [number + 1 + 0.05 * (place - len(STYLES) / 2) for number in range(len(found))]
-        axes.errorbar(
-            places,
-            [value.mean for value in found],
-            bars,
-            color=color,
-            marker=marker,
-            markersize=5,
-            linewidth=1,
-            label=verbatim(name),
-        )
+        draw_line(axes, places, found, color=color, marker=marker, label=name)
     axes.set_xlabel("task")
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     tidy(axes)

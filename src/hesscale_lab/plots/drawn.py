@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
@@ -10,6 +11,8 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+
+from ..report.estimate import Estimate
 
 Config = Mapping[str, Any]
 Records = Sequence[Mapping[str, Any]]
@@ -45,6 +48,15 @@ def as_png(figure: Figure) -> bytes:
 def verbatim(text: str) -> str:
     r"""The text as it is: matplotlib would read what stands between two $ as mathematics, and refuse $\frac{$."""
     return text.replace("$", r"\$")
+
+
+def draw_line(
+    axes: Axes, places: Sequence[float], found: Sequence[Estimate], *, color: str, marker: str, label: str
+) -> None:
+    """Means with bars of two standard errors, of those that have one."""
+    bars = [0.0 if math.isnan(value.error) else 2 * value.error for value in found]
+    means = [value.mean for value in found]
+    axes.errorbar(places, means, bars, color=color, marker=marker, markersize=5, linewidth=1, label=verbatim(label))
 
 
 def tidy(axes: Axes) -> None:

@@ -10,7 +10,7 @@ from matplotlib.ticker import PercentFormatter
 
 from ..report.estimate import estimate
 from ..studies.pruning import SUBJECTS
-from .drawn import Config, Drawn, Records, tidy, verbatim
+from .drawn import Config, Drawn, Records, draw_line, tidy, verbatim
 
 STYLES = {
     "magnitude": ("#222222", "P"),
@@ -63,17 +63,8 @@ def _draw(axes: Axes, sparsities: Sequence[float], records: Records, key: str) -
             continue
         found = [estimate([record[key][n] for record in own]) for n in range(len(sparsities))]
         beside = 0.02 * (place - len(STYLES) / 2)
-        bars = [0.0 if value.error != value.error else 2 * value.error for value in found]
-        axes.errorbar(
-            [n + beside for n in range(len(sparsities))],
-            [value.mean for value in found],
-            bars,
-            color=color,
-            marker=marker,
-            markersize=5,
-            linewidth=1,
-            label=verbatim(name),
-        )
+        places = [n + beside for n in range(len(sparsities))]
+        draw_line(axes, places, found, color=color, marker=marker, label=name)
     axes.set_xticks(range(len(sparsities)), [f"{share:.0%}" for share in sparsities])
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     tidy(axes)
