@@ -1,15 +1,17 @@
 """Whether passes that Inductor compiled give the numbers of eager ones: every rule's cases, and models of Hugging Face.
 
 Writes one line of JSON for each case and precision as soon as it is known, goes on where it was interrupted, and ends
-with the table of docs/compile.md. Rules take an hour and more, models half an hour.
+with the table of docs/compile.md. Cases of rules are compiled several at a time, as one sum of their losses; a group
+that fails, and a case that does not agree in it, is compiled again alone. Rules and models take an hour each.
 
 $ python -m benchmarks.compiled_agreement rules --out runs/agreement.jsonl
+$ python -m benchmarks.compiled_agreement ranks --out runs/agreement.jsonl
 $ python -m benchmarks.compiled_agreement models --out runs/agreement.jsonl    # needs transformers
 $ python -m benchmarks.compiled_agreement report --out runs/agreement.jsonl
 
-A deviation is the largest difference of two tensors, relative to the largest magnitude in the eager one; of all
-gradients and curvatures of a case the worst counts. In single precision both are also compared with the eager pass in
-double precision.
+A deviation is the largest difference of two tensors, relative to the largest magnitude in the eager one, or, where
+double precision says that it is zero (a key's bias), in all gradients or all curvatures; the worst of a case counts.
+In single precision both are also compared with the eager pass in double precision.
 """
 
 from __future__ import annotations
@@ -20,10 +22,11 @@ import json
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from contextlib import nullcontext, suppress
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -31,11 +34,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 import hesscale
+from hesscale.columns.dial import Rank
 from hesscale.compiled.backend import without_mkldnn
 from tests.compiled.networks import loss_of_case
 from tests.compiled.test_tracing import ONE_PER_RULE
 from tests.rules.case import Case
 from tests.rules.cases import CASES
+
+T = TypeVar("T")
 
 LIMITS: Mapping[str, float] = {"float32": 1e-5, "float64": 1e-12}
 SINGLE = {torch.float64: torch.float32, torch.complex128: torch.complex64}
@@ -43,7 +49,21 @@ OPTIONS: Mapping[str, Any] = {"fallback_random": True}  # random numbers of the 
 
 MODELS = ("gpt2", "llama", "llama4", "mamba", "bert", "deberta", "t5", "bart", "vit", "swin", "resnet", "convnext")
 MODELS += ("wav2vec2",)
+NETWORKS: Mapping[str, Callable[[], tuple[nn.Module, tuple[int, ...]]]] = {
+    "MLP": lambda: (nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 10)), (8, 6)),
+    "CNN": lambda: (
+        nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 10)),
+        (4, 1, 8, 8),
+    ),
+    "encoder": lambda: (
+        nn.Sequential(nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True), nn.Flatten(), nn.Linear(64, 10)),
+        (3, 4, 16),
+    ),
+}
+RANKS: Sequence[Rank] = (1, 3, "full")
 LAYERS = ("n_layer", "num_hidden_layers", "num_layers")
+KINDS = ("grad", "curvature")
+ZERO, TINY = 1e-12, 1e-300  # relative to the largest tensor; below every number of float32
 
 
 @dataclass(frozen=True)
@@ -56,8 +76,9 @@ class Row:
     deviation: float | None = None  # of the compiled pass from the eager one
     compiled_error: float | None = None  # of each from double precision
     eager_error: float | None = None
-    seconds: float | None = None  # to trace and compile
+    seconds: float | None = None  # to trace and compile, of all that were compiled together
     problem: str = ""
+    together: int = 1  # cases in one graph
 
 
 @dataclass(frozen=True)
@@ -68,21 +89,22 @@ class Problem:
     loss_fn: Callable[..., Tensor]
     model: nn.Module
     batch: Mapping[str, Any]
+    rank: Rank = 0
 
     def in_single(self) -> Problem:
         """The same with half the digits."""
         batch = {name: _single(value) for name, value in self.batch.items()}
-        return Problem(self.name, self.loss_fn, copy.deepcopy(self.model).float(), batch)
+        return replace(self, model=copy.deepcopy(self.model).float(), batch=batch)
 
     def fresh(self) -> Problem:
         """A copy, to which nothing has happened."""
         batch = {name: _copied(value) for name, value in self.batch.items()}
-        return Problem(self.name, self.loss_fn, copy.deepcopy(self.model), batch)
+        return replace(self, model=copy.deepcopy(self.model), batch=batch)
 
-    def results(self) -> list[Tensor | None]:
-        """Gradients and curvature of all leaves."""
-        leaves = [*self.model.parameters(), *(v for v in self.batch.values() if isinstance(v, Tensor))]
-        return [getattr(leaf, name, None) for leaf in leaves for name in ("grad", "curvature")]
+    def results(self) -> dict[str, Tensor | None]:
+        """Gradients and curvature of all leaves, by their names."""
+        leaves = {**dict(self.model.named_parameters()), **self.batch}
+        return {f"{name}.{kind}": getattr(leaf, kind, None) for name, leaf in leaves.items() for kind in KINDS}
 
 
 def _copied(value: Any) -> Any:
@@ -116,8 +138,8 @@ def of_rule(case: Case) -> Problem:
     return Problem(case.label, loss_fn, nn.Module(), tensors)
 
 
-def of_model(name: str) -> Problem:
-    """A model of tests/test_transformers.py with one layer and without dropout."""
+def of_model(name: str, *, as_it_comes: bool = False) -> Problem:
+    """A model of tests/test_transformers.py with one layer and without dropout; casts to float32 are taken out."""
     from tests.test_transformers import MODELS as CONFIGURATIONS
     from tests.test_transformers import batch_of, transformers
 
@@ -129,76 +151,147 @@ def of_model(name: str) -> Problem:
 
     def loss_fn(model: nn.Module, **batch: Tensor) -> Tensor:
         is_double = next(model.parameters()).dtype is torch.float64
-        with InDouble() if is_double else nullcontext():
+        with InDouble() if is_double and not as_it_comes else nullcontext():
             loss: Tensor = model(**batch).loss
             return loss
 
     return Problem(name, loss_fn, model.double().eval(), batch)
 
 
-def compared(kind: str, problem: Problem) -> Iterator[Row]:
+def of_rank(network: str, rank: Rank) -> Problem:
+    """A small network with so many columns beside the diagonal."""
+    torch.manual_seed(0)
+    model, shape = NETWORKS[network]()
+    batch = {"x": torch.randn(shape, dtype=torch.float64), "y": torch.randint(10, shape[:1])}
+
+    def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(model(x), y)
+
+    return Problem(f"{network}, rank={rank}", loss_fn, model.double(), batch, rank)
+
+
+def joined(problems: Sequence[Problem]) -> Problem:
+    """One problem whose loss is the sum of theirs; the names in its batch begin with the number of theirs."""
+
+    def loss_fn(model: nn.Module, **given: Tensor) -> Tensor:
+        losses = [problem.loss_fn(model, **_part(given, number)) for number, problem in enumerate(problems)]
+        return torch.stack([loss.double() for loss in losses]).sum()
+
+    batch = {f"{i}/{name}": value for i, problem in enumerate(problems) for name, value in problem.batch.items()}
+    return Problem(" + ".join(problem.name for problem in problems), loss_fn, nn.Module(), batch)
+
+
+def _part(given: Mapping[str, Any], number: int) -> dict[str, Any]:
+    start = f"{number}/"
+    return {name.removeprefix(start): value for name, value in given.items() if name.startswith(start)}
+
+
+def compared(kind: str, problem: Problem, backend: str) -> Iterator[Row]:
     """The rows of a problem, one for each precision."""
-    exact = _eager(problem.fresh())
     for precision, given in (("float64", problem), ("float32", problem.in_single())):
         try:
-            yield _row(kind, precision, given, exact)
+            exact = _eager(problem.fresh())
+            eager, found, seconds = _both(given, backend)
+            yield _row(kind, problem.name, precision, found, eager, exact, seconds)
         except Exception as error:  # the table says so, and the others are still to come
             message = str(error.__cause__ or error).split("\n")[0][:300]
             yield Row(kind, problem.name, precision, problem=f"{type(error).__name__}: {message}")
 
 
-def _row(kind: str, precision: str, problem: Problem, exact: Sequence[Tensor | None]) -> Row:
+def compared_together(kind: str, problems: Sequence[Problem], backend: str) -> list[Row]:
+    """The rows of all: from one graph those that agree in it, the others each from its own."""
+    whole, count = joined(problems), len(problems)
+    rows: list[list[Row]] = [[] for _ in problems]
+    with suppress(Exception):  # each alone will tell whose it is
+        exact = _eager(whole.fresh())
+        for precision, given in (("float64", whole), ("float32", whole.in_single())):
+            eager, found, seconds = _both(given, backend)
+            for i, problem in enumerate(problems):
+                parts = (_part(tensors, i) for tensors in (found, eager, exact))
+                rows[i].append(_row(kind, problem.name, precision, *parts, seconds, together=count))
+    alone = [len(own) < len(LIMITS) or not all(map(agrees, own)) for own in rows]
+    return [
+        row
+        for problem, own, again in zip(problems, rows, alone, strict=True)
+        for row in (compared(kind, problem, backend) if again else own)
+    ]
+
+
+Results = Mapping[str, Tensor | None]
+
+
+def _both(problem: Problem, backend: str) -> tuple[Results, Results, float]:
+    """What the eager pass gives, what the compiled one does, and the seconds it took to compile."""
     eager, ours = _eager(problem.fresh()), problem.fresh()
-    step = hesscale.compile(ours.loss_fn, ours.model, options=OPTIONS)
+    step = hesscale.compile(ours.loss_fn, ours.model, rank=ours.rank, backend=backend, options=OPTIONS)
     torch.manual_seed(1)
     begin = time.monotonic()
-    step(**ours.batch)
-    seconds = time.monotonic() - begin
-    found = ours.results()
-    return Row(
-        kind,
-        problem.name,
-        precision,
-        deviation(found, eager),
-        deviation(found, exact),
-        deviation(eager, exact),
-        round(seconds, 1),
-    )
+    with nullcontext() if backend == "inductor" else without_mkldnn():  # whose kernels round otherwise
+        step(**ours.batch)
+    return eager, ours.results(), time.monotonic() - begin
 
 
-def _eager(problem: Problem) -> list[Tensor | None]:
+def _row(
+    kind: str,
+    name: str,
+    precision: str,
+    found: Results,
+    eager: Results,
+    exact: Results,
+    seconds: float,
+    together: int = 1,
+) -> Row:
+    gaps = (deviation(a, b, exact) for a, b in ((found, eager), (found, exact), (eager, exact)))
+    return Row(kind, name, precision, *gaps, seconds=round(seconds, 1), together=together)
+
+
+def _eager(problem: Problem) -> Results:
     torch.manual_seed(1)
     with without_mkldnn():
-        hesscale.backward(problem.loss_fn(problem.model, **problem.batch))
+        hesscale.backward(problem.loss_fn(problem.model, **problem.batch), rank=problem.rank)
     return problem.results()
 
 
-def deviation(ours: Sequence[Tensor | None], theirs: Sequence[Tensor | None]) -> float:
-    """The worst of all tensors."""
-    return max(_difference(a, b) for a, b in zip(ours, theirs, strict=True))
+def deviation(ours: Results, theirs: Results, exact: Results) -> float:
+    """The worst of all tensors. One that is zero but for rounding is measured by the largest of its kind."""
+    largest = {kind: max(_size(t) for name, t in exact.items() if name.endswith(kind)) for kind in KINDS}
+    worst = 0.0
+    for name, t in exact.items():
+        whole = largest[name.rpartition(".")[2]]
+        scale = whole if _size(t) <= ZERO * whole else _size(theirs[name])
+        worst = max(worst, _gap(ours[name], theirs[name]) / max(scale, TINY))
+    return worst
 
 
-def _difference(a: Tensor | None, b: Tensor | None) -> float:
+def _size(t: Tensor | None) -> float:
+    finite = torch.zeros(1) if t is None else t[t.isfinite()].abs()
+    return float(finite.max()) if finite.numel() else 0.0
+
+
+def _gap(a: Tensor | None, b: Tensor | None) -> float:
     if a is None or b is None:
         return 0.0 if a is b else float("inf")
-    if not b.numel():
-        return 0.0
     same = (a == b) | (a.isnan() & b.isnan())
-    gap = (a - b).abs().where(~same, 0.0).max()
-    return float(gap / b[b.isfinite()].abs().max().clamp_min(torch.finfo(b.dtype).tiny)) if gap else 0.0
+    return float((a - b).abs().where(~same, 0.0).max()) if b.numel() else 0.0
 
 
-def run(kind: str, problems: Mapping[str, Callable[[], Problem]], out: Path) -> None:
+def run(kind: str, problems: Mapping[str, Callable[[], Problem]], out: Path, *, together: int, backend: str) -> None:
     """Compares what the file does not have yet."""
     done = {row.name for row in rows_of(out) if row.kind == kind}
-    for number, (name, make) in enumerate(problems.items(), 1):
-        if name in done:
-            continue
-        found = [*compared(kind, make())]
+    left = [make for name, make in problems.items() if name not in done]
+    print(f"{len(problems) - len(left)} of {len(problems)} are there", flush=True)
+    for group in batched(left, together):
+        made = [make() for make in group]
+        found = compared_together(kind, made, backend) if len(made) > 1 else [*compared(kind, made[0], backend)]
         with out.open("a") as file:
             file.writelines(json.dumps(asdict(row)) + "\n" for row in found)
-        said = ", ".join(f"{row.precision} {row.problem or f'{row.deviation:.1e}'}" for row in found)
-        print(f"{number}/{len(problems)} {name}: {said}", flush=True)
+        for row in found:
+            print(f"{row.name}, {row.precision}: {row.problem or f'{row.deviation:.1e}'}", flush=True)
+
+
+def batched(items: Sequence[T], count: int) -> Iterator[Sequence[T]]:
+    """The items, so many at a time (itertools has it from Python 3.12 on)."""
+    return (items[i : i + count] for i in range(0, len(items), count))
 
 
 def rows_of(out: Path) -> list[Row]:
@@ -213,7 +306,7 @@ def report(rows: Sequence[Row]) -> None:
     for kind, precision in sorted({(row.kind, row.precision) for row in rows}):
         own = [row for row in rows if (row.kind, row.precision) == (kind, precision)]
         agreeing = sorted(row.deviation or 0.0 for row in own if agrees(row))
-        seconds = sorted(row.seconds for row in own if row.seconds is not None)
+        seconds = sorted(row.seconds for row in own if row.seconds is not None and row.together == 1)
         middle, worst = (agreeing[len(agreeing) // 2], agreeing[-1]) if agreeing else (0.0, 0.0)
         times = f"{seconds[len(seconds) // 2]:.0f}, {seconds[-1]:.0f}" if seconds else ""
         print(f"| {kind} | {precision} | {len(own)} | {len(agreeing)} | {middle:.1e} | {worst:.1e} | {times} |")
@@ -230,8 +323,10 @@ def agrees(row: Row) -> bool:
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("rules", "models", "report"))
+    parser.add_argument("what", choices=("rules", "ranks", "models", "report"))
     parser.add_argument("--out", type=Path, default=Path("agreement.jsonl"))
+    parser.add_argument("--backend", default="inductor", help="eager: the traced graph, bit for bit")
+    parser.add_argument("--together", type=int, default=8, help="cases of rules in one graph")
     parser.add_argument("--only", nargs="*", help="names of cases or models")
     chosen = parser.parse_args()
     warnings.filterwarnings("ignore")
@@ -239,11 +334,17 @@ def main() -> None:
     problems: dict[str, Callable[[], Problem]] = {}
     if chosen.what == "rules":
         problems = {case.label: lambda case=case: of_rule(case) for case in (*ONE_PER_RULE, *CASES)}
+    elif chosen.what == "ranks":
+        pairs = [(name, rank) for name in NETWORKS for rank in RANKS]
+        problems = {f"{name}, rank={rank}": partial(of_rank, name, rank) for name, rank in pairs}
     elif chosen.what == "models":
-        problems = {name: lambda name=name: of_model(name) for name in MODELS}
+        as_it_comes = chosen.backend != "inductor"  # bit for bit, whatever its dtypes are
+        problems = {name: lambda name=name: of_model(name, as_it_comes=as_it_comes) for name in MODELS}
     if chosen.only:
         problems = {name: problems[name] for name in chosen.only}
-    run(chosen.what, problems, chosen.out)
+    kind = chosen.what if chosen.backend == "inductor" else f"{chosen.what}, {chosen.backend}"
+    together = chosen.together if chosen.what == "rules" else 1
+    run(kind, problems, chosen.out, together=together, backend=chosen.backend)
     report(rows_of(chosen.out))
 
 

@@ -1,6 +1,7 @@
 """Settings that all tests share."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -31,6 +32,10 @@ from hypothesis import settings
 
 # one thread per worker: the tests' tensors are small, and pytest-xdist fills the cores already
 torch.set_num_threads(1)
+
+# a suite started in the background of a shell ignores Ctrl-C, and so would the commands whose answer to it is tested
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # the same examples on every machine; timing says nothing on a busy one
 settings.register_profile("hesscale", deadline=None, derandomize=True, max_examples=15)

@@ -21,6 +21,8 @@ import hesscale
 from hesscale.applications.step_size import TrustRegion
 from hesscale.optim import CurvatureScaled
 
+from .processes import together
+
 PROCESSES = 2
 STEPS = 5
 TOLERANCE = 1e-9
@@ -139,35 +141,30 @@ def alone(name: str) -> list[Tensor]:
     return whole(model)
 
 
-def joined(rank: int, folder: Path, name: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder / name}", rank=rank, world_size=PROCESSES)
-
-
 def run_all(rank: int, folder: Path) -> None:
     """Trains every case, then is killed in the middle of one."""
-    joined(rank, folder, "first")
-    results: dict[str, Any] = {}
-    for name, (*_, flow) in CASES.items():
-        model, optimizer = build(name)
-        train(model, optimizer, rank=rank, steps=range(STEPS), **flow)
-        results[name] = whole(model)
-    results["messages"] = messages_by_step(rank)
-    results["drift"] = drift_of_sampled(rank)
-    results["alone"] = errors_without_the_line(rank)
-    results["zero_grad"] = curvature_after_zero_grad(rank)
-    if rank == 0:
-        torch.save(results, folder / "results")
-    for name in ("ddp", "fsdp"):
-        model, optimizer = build(name)
-        train(model, optimizer, rank=rank, steps=range(3))
-        saved = get_state_dict(model, optimizer)
-        torch.save(saved, folder / f"{name} {rank}")
-        train(model, optimizer, rank=rank, steps=range(3, 4))
-    dist.barrier()
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    dist.barrier()
+    with together(rank, folder / "first"):
+        results: dict[str, Any] = {}
+        for name, (*_, flow) in CASES.items():
+            model, optimizer = build(name)
+            train(model, optimizer, rank=rank, steps=range(STEPS), **flow)
+            results[name] = whole(model)
+        results["messages"] = messages_by_step(rank)
+        results["drift"] = drift_of_sampled(rank)
+        results["alone"] = errors_without_the_line(rank)
+        results["zero_grad"] = curvature_after_zero_grad(rank)
+        if rank == 0:
+            torch.save(results, folder / "results")
+        for name in ("ddp", "fsdp"):
+            model, optimizer = build(name)
+            train(model, optimizer, rank=rank, steps=range(3))
+            saved = get_state_dict(model, optimizer)
+            torch.save(saved, folder / f"{name} {rank}")
+            train(model, optimizer, rank=rank, steps=range(3, 4))
+        dist.barrier()
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.barrier()
 
 
 def messages_by_step(rank: int) -> list[int]:
@@ -236,18 +233,16 @@ def curvature_after_zero_grad(rank: int) -> list[Tensor]:
 
 
 def resume(rank: int, folder: Path) -> None:
-    joined(rank, folder, "second")
-    results = {}
-    for name in ("ddp", "fsdp"):
-        model, optimizer = build(name)
-        state, optimizer_state = torch.load(folder / f"{name} {rank}", weights_only=False)
-        set_state_dict(model, optimizer, model_state_dict=state, optim_state_dict=optimizer_state)
-        train(model, optimizer, rank=rank, steps=range(3, STEPS))
-        results[name] = whole(model)
-    if rank == 0:
-        torch.save(results, folder / "resumed")
-    dist.barrier()
-    dist.destroy_process_group()
+    with together(rank, folder / "second"):
+        results = {}
+        for name in ("ddp", "fsdp"):
+            model, optimizer = build(name)
+            state, optimizer_state = torch.load(folder / f"{name} {rank}", weights_only=False)
+            set_state_dict(model, optimizer, model_state_dict=state, optim_state_dict=optimizer_state)
+            train(model, optimizer, rank=rank, steps=range(3, STEPS))
+            results[name] = whole(model)
+        if rank == 0:
+            torch.save(results, folder / "resumed")
 
 
 @pytest.fixture(scope="module")

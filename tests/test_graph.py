@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import hesscale
-from hesscale import graph, plan
+from hesscale import graph, plan, traced
 from hesscale.fast import workspace
 
 LIBRARY = Path(graph.__file__).parent
-DOORS = {Path(graph.__file__), LIBRARY / "fsdp.py", LIBRARY / "compiled" / "backend.py"}
+DOORS = {LIBRARY / name for name in ("graph.py", "traced.py", "fsdp.py", "compiled/backend.py")}
 
 PRIVATE = re.compile(
     r"\btorch\._(?!foreach_|inductor)\w+|\b_(?:cdata|forward_cls|raw_saved_|execution_engine|fsdp_\w+)\b"
@@ -55,7 +55,7 @@ OPTIONAL: dict[str, tuple[Any, str, Any]] = {
     "reading the group of a recomputation": (graph, "_get_group", None),
     "setting it": (graph, "_set_group", None),
     "knowing transforms": (graph, "_is_wrapped", None),
-    "knowing that it is traced": (graph, "_get_mode", None),
+    "knowing that it is traced": (traced, "_get_mode", None),
     "counting users of memory": (workspace, "storage_users", None),
     "the memory's address": (torch.UntypedStorage, "_cdata", None),
     "the class of a Function": (plan, "function_of", lambda kind: None),

@@ -12,6 +12,7 @@ RULES = LIBRARY / "rules"
 
 LAYERS = (
     "errors",
+    "traced",
     "graph",
     "fsdp",
     "fast",

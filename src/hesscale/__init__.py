@@ -1,4 +1,4 @@
-"""Diagonals of the Hessian of any network's loss, in one extra backward pass."""
+"""Diagonals of the Hessian of any network's loss, in one backward pass, beside the gradient."""
 
 from . import applications as applications
 from . import distributed as distributed

@@ -50,7 +50,8 @@ def backward(
     error, "exact" (their own curvature by autograd, element by element: for small ones) or "sample" (one unbiased
     random probe, drawn from ``generator``).
     ``rank`` is how many eigenvectors of the loss's own curvature are carried beside the diagonal, squared example by
-    example: nearer to the truth with each, for one more product per layer; "full" for all (docs/method.md).
+    example: nearer to the truth with each, for one more product per layer; "full" for all
+    (https://hesscale.github.io/hesscale/method.html).
 
     >>> w = torch.tensor([1.0, 2.0], requires_grad=True)
     >>> hesscale.backward((w**3).sum())
@@ -209,7 +210,7 @@ _TRANSFORMED = (
     "inside torch.func transforms (grad, vmap, ...) hesscale cannot walk the graph: call it outside, on tensors that "
     "require grad"
 )
-_NO_GRAPH = "there is no graph to walk: the loss does not require grad (was it computed under no_grad, or detached?)"
+NO_GRAPH = "there is no graph to walk: the loss does not require grad (was it computed under no_grad, or detached?)"
 
 
 def _as_tuple(tensors: Tensors | None) -> tuple[Tensor, ...]:
@@ -231,7 +232,7 @@ def _check_start(y: Tensor, gradient: Tensor | None, curvature: Tensor | None) -
     if torch.is_inference_mode_enabled():
         raise RuntimeError(INFERENCE)
     if not y.requires_grad:
-        raise RuntimeError(_NO_GRAPH)
+        raise RuntimeError(NO_GRAPH)
     for name, seed in (("gradient", gradient), ("curvature", curvature)):
         if seed is not None:
             _check_seed(name, seed, y)

@@ -4,6 +4,9 @@ from collections.abc import Mapping
 
 __all__ = ["MissingRuleError"]
 
+SITE = "https://hesscale.github.io/hesscale"
+"""Where the pages are that messages point to, as in {SITE}/method.html: a wheel brings no documents."""
+
 COMPLEX = " (complex)"
 """What the name of a node that reads or makes a complex tensor ends with: it has rules of its own, or none."""
 
@@ -35,8 +38,8 @@ _COMPLEX_ADVICE = (
 )
 _HOW_TO_REGISTER = (
     'Add a rule with hesscale.register(rule, "NodeName"), e.g. hesscale.register(hesscale.Selection(), "NodeName") '
-    "where every Jacobian entry is 0 or 1 (docs/adding-a-rule.md shows all families). Or have autograd work it out: "
-    "missing='exact' for element-wise operations, autograd.Functions among them, and for small ones of any kind, "
+    f"where every Jacobian entry is 0 or 1 ({SITE}/adding-a-rule.html shows all families). Or have autograd work it "
+    "out: missing='exact' for element-wise operations, autograd.Functions among them, and for small ones of any kind, "
     "missing='sample' for all."
 )
 

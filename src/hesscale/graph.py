@@ -18,8 +18,8 @@ Not needed; everything else works without them (tests/test_graph.py takes them a
 - ``UntypedStorage._cdata``: telling whether two tensors share memory; without it data pointers do
 - ``_storage_Use_Count``: only speed; without it no scratch memory is kept
 - ``Function._forward_cls``: finding the rule of a ``torch.autograd.Function`` by its class; by its name otherwise
-- ``_get_dispatch_mode``, ``_TorchDispatchModeKey``, ``_DisableTorchDispatch``: knowing that a pass is traced
-- what only sharded training needs is in fsdp.py, what only ``hesscale.compile`` needs in compiled/backend.py
+- what only sharded training needs is in fsdp.py, what is known of numbers while tracing in traced.py, and what only
+  ``hesscale.compile`` needs in compiled/backend.py
 """
 
 from __future__ import annotations
@@ -78,8 +78,6 @@ WEIGHT_NORM: Final[Any] = getattr(torch, "_weight_norm", None)
 _is_wrapped: Final[Any] = getattr(torch._C._functorch, "is_functorch_wrapped_tensor", None)
 _get_group: Final[Any] = getattr(torch._C, "_get_graph_exec_group", None)
 _set_group: Final[Any] = getattr(torch._C, "_set_graph_exec_group", None)
-_get_mode: Final[Any] = getattr(torch._C, "_get_dispatch_mode", None)
-_kinds: Final[Any] = getattr(torch._C, "_TorchDispatchModeKey", None)
 
 
 @dataclass(frozen=True)
@@ -144,29 +142,6 @@ def edge_of(tensor: Tensor) -> Edge:
 def is_transformed(tensor: Tensor) -> bool:
     """Whether a tensor lives inside a transform of torch.func, which hides its memory."""
     return _is_wrapped is not None and bool(_is_wrapped(tensor))
-
-
-def is_traced() -> bool:
-    """Whether operations are written down rather than run, for a compiler: tensors may have no values then."""
-    if _get_mode is None or _kinds is None:
-        return False
-    return _get_mode(_kinds.FAKE) is not None or _get_mode(_kinds.PROXY) is not None
-
-
-def value_of(x: Tensor) -> Any:
-    """The number in a tensor of one element; None where it is traced and will be another one in each run."""
-    if not is_traced():
-        return x.item()
-    with torch._C._DisableTorchDispatch():
-        return x.item() if type(x) is Tensor else None
-
-
-def unwrapped(x: Any) -> Any:
-    """A Python number that torch keeps as a tensor, while tracing, when only tensors are taken; else ``x`` itself."""
-    if type(x) is not Tensor or x.dim() or not is_traced():
-        return x
-    with torch._C._DisableTorchDispatch():
-        return x.clone()
 
 
 def storage_id(tensor: Tensor) -> int:

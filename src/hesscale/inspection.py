@@ -1,4 +1,4 @@
-"""What a pass over a graph would do, told before anyone trains: which operations are exact, approximated or missing."""
+"""What a pass over a graph would do, told before anyone trains: which operations have an exact rule, or any."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ from .wiring import wire
 class Report:
     """Operations of a graph by node name, with their number.
 
+    It is about rules: with exact ones for all of them a result can still be far off.
+
     >>> x = torch.ones(3, requires_grad=True)
     >>> hesscale.check((x * x.sigmoid()).sum()).regions
     1
     """
 
-    exact: dict[str, int]  # nothing is dropped inside these
+    exact: dict[str, int]  # nothing is dropped inside these; what is, is dropped between them
     approximated: dict[str, int]  # fused kernels of several steps, between which cross terms are dropped
     missing: dict[str, int]  # no rule: a pass would raise MissingRuleError
     shared: int  # tensors whose paths meet again later, beyond element-wise expressions: cross terms are dropped there
@@ -33,10 +35,11 @@ class Report:
 
     def __str__(self) -> str:
         lines = []
-        for title, names in (("exact", self.exact), ("approximated", self.approximated), ("missing", self.missing)):
+        kinds = ("exact rule", self.exact), ("approximate rule", self.approximated), ("no rule", self.missing)
+        for title, names in kinds:
             lines.append(f"{title}: {sum(names.values())} nodes of {len(names)} kinds")
             lines += [f"  {name} x{count}" for name, count in names.items()]
-        lines.append(f"element-wise expressions that meet again, exact: {self.regions}")
+        lines.append(f"element-wise expressions that meet again, treated as one function: {self.regions}")
         lines.append(f"tensors read on several paths, summed without cross terms: {self.shared}")
         if self.loss:
             lines.append(f"the loss, as Gauss-Newton sees it without output=: {', '.join(self.loss)}")
@@ -48,14 +51,16 @@ class Report:
 def check(loss: Tensor, *, method: str = "hesscale", rank: Rank = 0) -> Report:
     """What ``hesscale.backward`` would meet with this method and rank. Prints as a short table; nothing is run.
 
+    It is about rules; how near a result is to the truth, ``hesscale.testing.compare_with_exact`` measures.
+
     >>> x = torch.ones(3, requires_grad=True)
     >>> print(hesscale.check(x.tanh().sum()))
-    exact: 2 nodes of 2 kinds
+    exact rule: 2 nodes of 2 kinds
       SumBackward0 x1
       TanhBackward0 x1
-    approximated: 0 nodes of 0 kinds
-    missing: 0 nodes of 0 kinds
-    element-wise expressions that meet again, exact: 0
+    approximate rule: 0 nodes of 0 kinds
+    no rule: 0 nodes of 0 kinds
+    element-wise expressions that meet again, treated as one function: 0
     tensors read on several paths, summed without cross terms: 0
     """
     way = method_named(method)

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from .errors import COMPLEX, OPAQUE, MissingRuleError
-from .graph import LEAF, LOW_PRECISION, Edge, Graph, Link, Row, edge_of, function_of, is_traced, trace
+from .graph import LEAF, LOW_PRECISION, Edge, Graph, Link, Row, edge_of, function_of, trace
 from .regions import Region, Rules, find_regions
 from .rules import BL89, RULES
 from .rules.families import Rule
 from .rules.table import RuleTable
+from .traced import is_traced
 from .wiring import Wiring, behind, wire
 
 

@@ -24,6 +24,7 @@ from .plan import Method, Plan, Stop, make_plan
 from .regions import region_curvatures
 from .rules.calculus import View, added, widened
 from .rules.families import Curvatures, Rebuilt
+from .traced import is_traced
 
 _TWO_LOSSES = "two attached losses meet in one backward pass: add the losses first, then attach their sum, once"
 INFERENCE = "torch.inference_mode() makes gradients that nothing can keep track of: run the backward pass outside of it"
@@ -72,7 +73,7 @@ class Walk:
         self.scope: Callable[[], AbstractContextManager[None]] = nullcontext
         self._is_mixed = False  # g may be in half precision, or have a graph of its own
         self._is_recorded = False  # create_graph=True
-        self._is_traced = graphs.is_traced()
+        self._is_traced = is_traced()
         weakref.finalize(self, _remove_all, self._handles)  # a backward that fails elsewhere does not tell us
         is_passed = bool(plan.stops or plan.leaves)
         self._arming = graph.nodes[0].register_prehook(self._start) if is_passed else None

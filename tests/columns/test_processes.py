@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hesscale
 
+from ..processes import together
 from .networks import LABELS, made
 from .test_dial import assert_equal
 
@@ -24,32 +25,33 @@ def batch(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def run(process: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder / 'meeting'}", rank=process, world_size=2)
-    model, data = made("mlp")
-    x, y = (t[process::2] for t in batch(data))
-    copies = DistributedDataParallel(model)
-    hesscale.backward(F.cross_entropy(copies(x), y), rank=2)
-    found = [p.curvature for p in model.parameters()]
-    for s in found:
-        dist.all_reduce(s)
-    model, data = made("mlp")
-    mesh = init_device_mesh("cpu", (2,))
-    for layer in (*model.children(), model):
-        fully_shard(layer, mesh=mesh)
-    hesscale.distributed.synchronize(hesscale.AdaHesScale(model.parameters()), model)
-    refusal = ""
-    try:
-        hesscale.backward(F.cross_entropy(model(data), LABELS), rank=1)
-    except RuntimeError as error:
-        refusal = str(error)
-    if process == 0:
-        torch.save(
-            {"curvature": [s / 2 for s in found], "grad": [p.grad for p in copies.parameters()], "refusal": refusal},
-            folder / "found",
-        )
-    dist.barrier()
-    dist.destroy_process_group()
+    with together(process, folder / "meeting"):
+        model, data = made("mlp")
+        x, y = (t[process::2] for t in batch(data))
+        copies = DistributedDataParallel(model)
+        hesscale.backward(F.cross_entropy(copies(x), y), rank=2)
+        found = [p.curvature for p in model.parameters()]
+        for s in found:
+            dist.all_reduce(s)
+        model, data = made("mlp")
+        mesh = init_device_mesh("cpu", (2,))
+        for layer in (*model.children(), model):
+            fully_shard(layer, mesh=mesh)
+        hesscale.distributed.synchronize(hesscale.AdaHesScale(model.parameters()), model)
+        refusal = ""
+        try:
+            hesscale.backward(F.cross_entropy(model(data), LABELS), rank=1)
+        except RuntimeError as error:
+            refusal = str(error)
+        if process == 0:
+            torch.save(
+                {
+                    "curvature": [s / 2 for s in found],
+                    "grad": [p.grad for p in copies.parameters()],
+                    "refusal": refusal,
+                },
+                folder / "found",
+            )
 
 
 def test_two_processes_are_one(tmp_path: Path) -> None:

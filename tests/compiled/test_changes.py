@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections import UserDict
+from collections.abc import Callable, Iterator
+from enum import Enum
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -187,3 +191,183 @@ def test_hooks_on_activations_and_copies_of_a_model() -> None:
     hesscale.compile(cross_entropy, twin, backend="eager")(*vectors(6))
     hesscale.backward(cross_entropy(theirs, *vectors(6)))
     assert_same(twin, theirs)
+
+
+class Flavor(Enum):
+    SWEET = 1.0
+    SOUR = 3.0
+
+
+OTHER_NUMBERS: list[tuple[Any, Any]] = [
+    (np.float64(1.0), np.float64(3.0)),
+    (np.float32(1.0), np.float32(3.0)),
+    ((1.0, (2, torch.Size([3]))), (1.0, (2, torch.Size([4])))),
+    (Flavor.SWEET, Flavor.SOUR),
+    (slice(0, 1), slice(0, 2)),
+    (partial(pow, exp=2), partial(pow, exp=3)),
+    (1, True),
+    (2 + 0j, 3 + 0j),
+]
+
+
+@pytest.mark.parametrize("values", OTHER_NUMBERS, ids=repr)
+def test_values_of_any_plain_kind_are_seen(values: tuple[Any, Any]) -> None:
+    model = small()
+    value = values[0]
+    step = hesscale.compile(lambda m, x: (value, m(x).square().mean())[1], model, backend="eager")
+    x = torch.randn(2, 4, dtype=torch.float64)
+    for count, other in enumerate((*values, values[1]), 1):
+        value = other
+        step(x)
+        assert step.compilations == min(count, 2)
+    step(x)
+    assert step.compilations == 2
+
+
+def test_a_tensor_is_known_by_itself_and_not_by_its_address() -> None:
+    model, x = small(), torch.randn(2, 4, dtype=torch.float64)
+    weights: Tensor | None = None
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        assert weights is not None
+        return model(x).square().mean() / weights.numel()
+
+    step = hesscale.compile(loss_fn, model, backend="eager")
+    for count in range(2, 9):
+        weights = None
+        weights = torch.ones(count)
+        assert step(x) == loss_fn(model, x)
+
+
+class Criterion(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.power, self.norm = 2.0, nn.BatchNorm1d(3, dtype=torch.float64)
+
+    def forward(self, z: Tensor) -> Tensor:
+        return (self.norm(z) + 2).abs().pow(self.power).mean()
+
+    def loss(self, model: nn.Module, x: Tensor) -> Tensor:
+        return self(model(x))
+
+
+class Plain:
+    power = 2.0
+
+    def __call__(self, model: nn.Module, x: Tensor) -> Tensor:
+        return model(x).square().pow(self.power).mean()
+
+
+@pytest.mark.parametrize("way", ["closure", "method", "argument", "partial"])
+def test_modules_beside_the_model_are_seen(way: str) -> None:
+    model, criterion, x = small(), Criterion(), torch.randn(5, 4, dtype=torch.float64)
+    given = (criterion,) if way == "argument" else ()
+    losses: dict[str, Any] = {
+        "closure": lambda m, x: criterion(m(x)),
+        "method": criterion.loss,
+        "argument": lambda m, x, c: c(m(x)),
+        "partial": partial(lambda c, m, x: c(m(x)), criterion),
+    }
+    step = hesscale.compile(losses[way], model, backend="eager")
+
+    def changes() -> Iterator[None]:
+        yield
+        criterion.power = 3.0
+        yield
+        criterion.eval()
+        yield
+        criterion.norm.weight = nn.Parameter(torch.full((3,), 2.0, dtype=torch.float64))
+        yield
+
+    criterion.requires_grad_(False)
+    for count, _ in enumerate(changes(), 1):
+        criterion.requires_grad_(False)
+        criterion.norm.reset_running_stats()
+        ours = step(x, *given)
+        criterion.norm.reset_running_stats()
+        torch.testing.assert_close(ours, losses[way](model, x, *given).detach())
+        assert step.compilations == count
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.seen = 0, []  # type: ignore[var-annotated]
+
+    def forward(self, z: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen.append(z)
+        return z.square().mean()
+
+
+class CountingObject:
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, model: nn.Module, x: Tensor) -> Tensor:
+        self.calls += 1
+        return model(x).square().mean()
+
+
+def test_what_a_pass_counts_beside_the_model_means_no_new_graph() -> None:
+    model, criterion, counting, x = small(), Counting(), CountingObject(), torch.randn(5, 4, dtype=torch.float64)
+    for loss_fn in (lambda m, x: criterion(m(x)), counting):
+        step = hesscale.compile(loss_fn, model, backend="eager")
+        for _ in range(3):
+            step(x)
+        assert step.compilations == 1
+    assert criterion.calls == counting.calls == 0 and criterion.seen == []
+
+
+def test_attributes_of_a_callable_object_are_seen() -> None:
+    model, loss_fn, x = small(), Plain(), torch.randn(5, 4, dtype=torch.float64)
+    step = hesscale.compile(loss_fn, model, backend="eager")
+    for power in (2.0, 3.0):
+        loss_fn.power = power
+        torch.testing.assert_close(step(x), loss_fn(model, x).detach())
+
+
+class Batch:
+    x = torch.ones(2, 4)
+
+
+@pytest.mark.parametrize("given", [Batch(), UserDict(x=1), np.ones(3), {1, 2}], ids=lambda value: type(value).__name__)
+def test_arguments_whose_changes_would_not_be_seen_are_refused(given: Any) -> None:
+    step = hesscale.compile(lambda m, b: m(b).mean(), small(), backend="eager")
+    with pytest.raises(TypeError, match=r"an argument of the step is a \w+, of which changes would not be seen"):
+        step(given)
+    assert step.compilations == 0
+
+
+def test_what_cannot_be_compiled_is_said_in_a_sentence() -> None:
+    def step(loss_fn: Any, model: nn.Module | None = None, **options: Any) -> Any:
+        return hesscale.compile(loss_fn, model or small(), backend="eager", **options)
+
+    x = torch.randn(3, 4, dtype=torch.float64)
+    negative = torch.randn(3, 4, dtype=torch.complex128).conj().imag
+    with pytest.raises(ValueError, match="conjugate or negative view"):
+        step(lambda m, x: m(x).square().mean())(negative)
+    with pytest.raises(RuntimeError, match="there is no graph to walk"):
+        step(lambda m, x: m(x).square().mean().detach())(x)
+    with pytest.raises(RuntimeError, match="there is no graph to walk"):
+        step(lambda m, x: m(x).square().mean(), small().requires_grad_(False))(x)
+    with pytest.raises(ValueError, match="lazy modules"):
+        step(lambda m, x: m(x).square().mean(), nn.LazyLinear(3))(x)
+    optimizer = hesscale.AdaHesScale(small().parameters(), lr=1e-3)
+    with pytest.raises(TypeError, match="the optimizer says which rank is compiled"):
+        optimizer.compile(lambda m, x: m(x).mean(), small(), rank=1)
+
+
+def test_a_size_as_exponent_is_right_or_refused() -> None:
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        return (model(x) ** x.shape[0]).mean()
+
+    ours, theirs, x = small(), small(), torch.randn(3, 4, dtype=torch.float64)
+    step = hesscale.compile(loss_fn, ours, backend="eager", dynamic=True)
+    try:  # torch can trace it from 2.15 on
+        step(x)
+    except RuntimeError as error:
+        assert "leave dynamic=True out" in str(error)
+    else:
+        hesscale.backward(loss_fn(theirs, x))
+        assert_same(ours, theirs)

@@ -8,15 +8,18 @@ import logging
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional as F
 
 import hesscale
 from hesscale.compiled import step as steps
-from hesscale.compiled.backend import without_mkldnn
+from hesscale.compiled.backend import refuse_wrong, without_mkldnn
 from hesscale.fast import workspace
 
 from ..rules.cases import CASES
@@ -148,7 +151,7 @@ REPRESENTATIVES = (
     "LogSoftmaxBackward0",
     "NativeLayerNormBackward0",
 )
-"""Of all rules, which ``benchmarks/compiled_agreement.py`` compiles in hours."""
+"""Of all rules, which ``benchmarks/compiled_agreement.py`` compiles in an hour or two."""
 
 
 @compiler
@@ -242,3 +245,22 @@ def large_results(model: nn.Module) -> Iterator[Tensor]:
     """The gradient and curvature of the first layer, which are large enough to be reused."""
     weight: Any = model[0].weight  # type: ignore[index]
     yield from (weight.grad, weight.curvature)
+
+
+@pytest.mark.parametrize(
+    ("options", "is_wrong"),
+    [
+        ({}, False),
+        ({"ceil_mode": True}, True),
+        ({"ceil_mode": True, "count_include_pad": False}, False),
+        ({"ceil_mode": True, "divisor_override": 3}, False),
+    ],
+)
+def test_what_inductor_computes_wrongly_is_refused(options: dict[str, Any], is_wrong: bool) -> None:
+    def average(x: Tensor) -> Tensor:
+        (found,) = torch.autograd.grad(F.avg_pool2d(x, 3, 2, **options).square().sum(), x)
+        return found
+
+    module = make_fx(average)(torch.randn(1, 1, 6, 6, requires_grad=True))
+    with pytest.raises(ValueError, match="wrong gradient of avg_pool2d") if is_wrong else nullcontext():
+        refuse_wrong(module)

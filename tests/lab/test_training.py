@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import math
-import os
 import signal
 import subprocess
 import sys
@@ -18,7 +17,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing import spawn
 
@@ -28,6 +26,8 @@ from hesscale_lab.locks import InUseError, alone
 from hesscale_lab.processes import Team
 from hesscale_lab.runs import DamagedRunError, OtherRunError, Run
 from hesscale_lab.training import Settings, folder_of, train, trained_model
+
+from ..processes import together
 
 SMALL = Settings("digits", "AdaHesScale", 0.01, 0.9, 0.999, seed=0, epochs=2, subset=96)
 
@@ -329,17 +329,12 @@ def cannot() -> None:
 
 
 def in_two_processes(rank: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / "meeting"), 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    with pytest.raises(ValueError, match="for 1 processes, not 2"):
-        train(SMALL, folder / "two")
-    train(replace(SMALL, processes=2), folder / "two")
-    with pytest.raises(OSError, match="the first process cannot"):
-        Team.current().share(cannot)
-    store.set(f"done {rank}", "")  # whoever leaves first would close the other's connection
-    store.wait(["done 0", "done 1"])
-    os._exit(0)  # gloo's threads now and then abort a process that is being taken down, when all is done
+    with together(rank, folder / "meeting"):
+        with pytest.raises(ValueError, match="for 1 processes, not 2"):
+            train(SMALL, folder / "two")
+        train(replace(SMALL, processes=2), folder / "two")
+        with pytest.raises(OSError, match="the first process cannot"):
+            Team.current().share(cannot)
 
 
 def test_two_processes_train_as_one(tmp_path: Path) -> None:

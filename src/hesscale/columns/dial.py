@@ -16,7 +16,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..graph import Graph, Link, value_of
+from ..graph import Graph, Link
+from ..traced import value_of
 from ..wiring import Wiring, wire
 from .hutchinson import random_signs
 from .likelihoods import FULL, Blocks, Curvature, blocks_at, known_likelihoods, likelihoods_of

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..graph import is_traced, value_of
+from ..traced import is_traced, value_of
 
 _ELEMENTS = 2**16
 """Rows are solved this many numbers at a time, in double precision."""

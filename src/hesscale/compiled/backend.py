@@ -14,6 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_WRONG_AVERAGE = (
+    "Inductor computes a wrong gradient of avg_pool2d with ceil_mode=True (torch.compile alone does so too): pass "
+    "count_include_pad=False or leave ceil_mode out, or pass backend='aot_eager'"
+)
+
 Guard = Callable[[Sequence[Tensor]], bool]
 """Whether what was traced with sizes as symbols holds for these tensors."""
 
@@ -49,6 +54,13 @@ def stand_ins(fixed: Sequence[Tensor], dynamic: Sequence[Tensor] = ()) -> tuple[
     return [*found, *symbolic], guard
 
 
+def has_values(value: Any) -> bool:
+    """Whether it is a tensor that is no stand-in."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(value, Tensor) and not isinstance(value, FakeTensor)
+
+
 @contextmanager
 def without_mkldnn() -> Iterator[None]:
     """No kernels of oneDNN: its fused LSTM can be neither differentiated twice nor compiled."""
@@ -79,8 +91,18 @@ def lowered(module: Any, inputs: Sequence[Tensor], backend: Any, settings: Mappi
         return run
     import torch._inductor
 
+    refuse_wrong(module)
     compiled: Callable[..., Any] = torch._inductor.compile(module, list(inputs), options=dict(settings))
     return compiled
+
+
+def refuse_wrong(module: Any) -> None:
+    """ValueError where Inductor is known to compute something else, as compared by benchmarks/compiled_agreement.py."""
+    for node in module.graph.nodes:
+        if node.target is torch.ops.aten.avg_pool2d_backward.default:
+            ceil_mode, count_include_pad, divisor_override = node.args[5:8]
+            if ceil_mode and count_include_pad and divisor_override is None:
+                raise ValueError(_WRONG_AVERAGE)
 
 
 def replace_allocator(wrap: Callable[[Callable[..., Tensor]], Callable[..., Tensor]]) -> None:

@@ -1,14 +1,18 @@
 """What Python may decide by while a pass is traced, as far as it can be seen cheaply before every call.
 
-A graph is what Python did while it was traced. Numbers, names, functions and tensors that lie open, in modules and
-around ``loss_fn``, are therefore looked at before every call: one that changed means another graph.
+A graph is what Python did while it was traced. Numbers, names, functions, tensors and modules that lie open, in the
+model and around ``loss_fn``, are therefore looked at before every call: one that changed means another graph.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from enum import Enum
+from functools import partial
+from numbers import Number
 from types import BuiltinFunctionType, FunctionType, MethodType, NoneType
-from typing import Any, Final
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +23,29 @@ Fact = tuple[str, str, Any]
 _PLAIN: Final = frozenset(
     (bool, int, float, str, NoneType, torch.dtype, torch.device, FunctionType, BuiltinFunctionType, MethodType)
 )
+_KINDS: Final = (Number, str, bytes, Enum, range, type, torch.layout, torch.memory_format, torch.Generator)
 _HOOKS: Final = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_OWNER: Final = ("", "self")
+_UNSEEN: Final = frozenset((dict, OrderedDict, list, set))  # may change inside
+
+
+@final
+class Same:
+    """A tensor, equal to itself alone; it lives as long as this does, so no other one takes its place."""
+
+    __slots__ = ("tensor",)
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and self.tensor is other.tensor
+
+    def __hash__(self) -> int:
+        return id(self.tensor)
+
+    def __repr__(self) -> str:
+        return f"a tensor {tuple(self.tensor.shape)}"
 
 
 def facts_of_module(name: str, module: nn.Module) -> Iterator[Fact]:
@@ -33,17 +59,50 @@ def facts_of_module(name: str, module: nn.Module) -> Iterator[Fact]:
             yield from _seen(name, key, value)
 
 
-def facts_around(function: Callable[..., Any]) -> Iterator[Fact]:
-    """What a function reads without being given it: its closure, and globals by name."""
-    code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None) or ()
-    if code is None:
+def facts_around(function: Callable[..., Any], model: nn.Module) -> Iterator[Fact]:
+    """What a function reads without being given it."""
+    for where, key, value in _around(function):
+        yield from _seen(where, key, value, model)
+
+
+def objects_around(function: Callable[..., Any]) -> Iterator[Any]:
+    """Modules among what it reads, and the object that it belongs to: what it may set attributes of."""
+    for where, key, value in _around(function):
+        if isinstance(value, nn.Module) or (where, key) == _OWNER:
+            yield value
+
+
+def _around(function: Callable[..., Any]) -> Iterator[Fact]:
+    """Its closure, globals by name, what ``partial`` gives it, and the object that it belongs to."""
+    if isinstance(function, partial):
+        for key, value in (*enumerate(function.args), *function.keywords.items()):
+            yield "partial", str(key), value
+        yield from _around(function.func)
         return
-    for key, cell in zip(code.co_freevars, cells, strict=True):
-        yield from _seen("", key, _content(cell))
-    known = function.__globals__
-    for key in code.co_names:
-        if key in known:
-            yield from _seen("", key, known[key])
+    owner, inner = _owner_and_code(function)
+    yield *_OWNER, owner
+    yield from (("self", key, value) for key, value in getattr(owner, "__dict__", {}).items())
+    cells = zip(inner.__code__.co_freevars, inner.__closure__ or (), strict=True)
+    yield from (("", key, _content(cell)) for key, cell in cells)
+    known = inner.__globals__
+    yield from (("", key, known[key]) for key in inner.__code__.co_names if key in known)
+
+
+def _owner_and_code(function: Callable[..., Any]) -> tuple[Any, Any]:
+    """The object whose attributes a function may read, if any, and the function as it was written."""
+    if isinstance(function, FunctionType):
+        return None, function
+    if isinstance(function, MethodType):
+        return function.__self__, _in_python(function.__func__)
+    return function, _in_python(getattr(type(function), "forward", type(function).__call__))
+
+
+def _in_python(function: Any) -> Any:
+    return function if isinstance(function, FunctionType) else _nothing
+
+
+def _nothing() -> None:
+    """Reads nothing: what is known of a function that was not written in Python."""
 
 
 def _content(cell: Any) -> Any:
@@ -53,10 +112,46 @@ def _content(cell: Any) -> Any:
         return None
 
 
-def _seen(where: str, key: str, value: Any) -> Iterator[Fact]:
-    """What can be compared without asking a tensor for its values."""
+def _seen(where: str, key: str, value: Any, model: nn.Module | None = None) -> Iterator[Fact]:
+    """What can be compared without asking a tensor for its values; of a module beside the model, all that is in it."""
     kind = type(value)
-    if kind in _PLAIN or (kind is tuple and all(type(one) in _PLAIN for one in value)):
-        yield where, key, value
-    elif isinstance(value, Tensor):
-        yield where, key, id(value)  # the graph holds it, so no other one gets its number
+    if kind in _PLAIN:  # most are, or may change unseen: these two come first
+        yield where, key, (kind, value)
+    elif kind not in _UNSEEN:
+        if isinstance(value, nn.Module) and model is not None and value is not model:
+            yield from facts_of_foreign(f"{where}.{key}", value)
+        found = key_of(value)
+        if found is not None:
+            yield where, key, found
+
+
+def facts_of_foreign(where: str, root: nn.Module) -> Iterator[Fact]:
+    """Of a teacher or a criterion its tensors too, which are constants of a graph."""
+    for name, module in root.named_modules(prefix=where):
+        yield name, "training", module.training
+        yield from facts_of_module(name, module)
+        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+            yield name, key, key_of(tensor)
+
+
+def key_of(value: Any) -> Any:
+    """Something that is equal as long as the value is, and can be a key; None for what may change unseen."""
+    kind = type(value)
+    if kind in _PLAIN:
+        return kind, value
+    if kind in _UNSEEN:
+        return None
+    if isinstance(value, Tensor):
+        return Same(value), value.requires_grad
+    if isinstance(value, tuple):
+        return _all(kind, value)
+    if isinstance(value, slice):
+        return _all(kind, (value.start, value.stop, value.step))
+    if isinstance(value, partial):
+        return _all(kind, (value.func, *value.args, *value.keywords, *value.keywords.values()))
+    return (kind, value) if isinstance(value, _KINDS) else None
+
+
+def _all(kind: type, values: tuple[Any, ...]) -> Any:
+    keys = tuple(map(key_of, values))
+    return None if any(key is None for key in keys) else (kind, keys)

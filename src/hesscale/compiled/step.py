@@ -12,18 +12,19 @@ from typing import Any, Final, NamedTuple, Protocol, final
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from .. import leaves
 from ..backward import Missing
 from ..columns.dial import Rank, checked_rank
+from ..errors import SITE
 from ..fast.workspace import lending, use_workspace, workspace_of
 from ..graph import plain_mode, storage_id
 from ..plan import method_named
 from ..walk import INFERENCE
 from .backend import Guard, lowered, replace_allocator
+from .call import Call, call_of, looks, looks_without_size
 from .facts import facts_around, facts_of_module
-from .tracing import Call, Result, trace_call
+from .tracing import Result, trace_call
 
 _LOG: Final = logging.getLogger("hesscale.compile")
 _KEPT: Final = 16  # graphs of one step
@@ -33,20 +34,18 @@ _SLOW: Final = 10.0  # seconds after which a word is due
 _NOT_A_MODULE = "model must be a torch.nn.Module, not {kind}"
 _DDP = (
     "hesscale.compile does not compile DistributedDataParallel: run this model with hesscale.backward or "
-    "optimizer.backward(loss), which work under it (docs/distributed.md)"
+    f"optimizer.backward(loss), which work under it ({SITE}/distributed.html)"
 )
 _SHARDED = (
     "hesscale.compile does not compile parameters that are spread over processes (DTensor, fully_shard): run this "
-    "model with hesscale.backward or optimizer.backward(loss), which work with them (docs/distributed.md)"
+    f"model with hesscale.backward or optimizer.backward(loss), which work with them ({SITE}/distributed.html)"
 )
 _COMPILED = "the model was compiled by torch.compile already: pass the model inside it (compiled_model._orig_mod)"
 _SAMPLE = "missing='sample' cannot be compiled: register a rule, or pass missing='exact'"
-_TWICE = "a tensor that requires grad is given to the step twice, or is a parameter of the model: give it once"
 _SHARED = (
     "loss_fn or the model writes to a tensor in place that shares its memory with another argument, parameter or "
     "buffer, which cannot be compiled: pass a clone of one of them"
 )
-_NO_LEAF = "an argument of the step requires grad but is no leaf: detach it, or compute it inside loss_fn"
 
 
 def compile(
@@ -174,7 +173,7 @@ class Step:
         """What ``loss_fn(model, *args, **kwargs)`` returns; gradients and curvature are filled."""
         if torch.is_inference_mode_enabled():
             raise RuntimeError(INFERENCE)
-        call = self._call(args, kwargs)
+        call = call_of(self.model, args, kwargs)
         kind = self._kind(call)
         program = next((one for one in self._programs.get(kind, ()) if one.fits(call.batch)), None)
         if program is None:
@@ -187,26 +186,17 @@ class Step:
             tensors = program.run(*inputs)
             return self._written(program, call, tensors)
 
-    def _call(self, args: Any, kwargs: Any) -> Call:
-        values, structure = pytree.tree_flatten((args, kwargs))
-        if any(isinstance(v, Tensor) and v.requires_grad and not v.is_leaf for v in values):
-            raise ValueError(_NO_LEAF)
-        call = Call(dict(self.model.named_parameters()), dict(self.model.named_buffers()), values, structure)
-        if len({*map(id, call.leaves)}) < len(call.leaves):
-            raise ValueError(_TWICE)
-        return call
-
     def _kind(self, call: Call) -> Kind:
         sdp = torch.backends.cuda
         modules = dict(self.model.named_modules())
         return Kind(
-            batch=tuple(map(_looks_without_size if self.settings.dynamic else _looks, call.values)),
+            batch=tuple(map(looks_without_size if self.settings.dynamic else looks, call.values)),
             structure=call.structure,
-            parameters=tuple((name, *_looks(p)) for name, p in call.parameters.items()),
-            buffers=tuple((name, *_looks(buffer)) for name, buffer in call.buffers.items()),
+            parameters=tuple((name, *looks(p)) for name, p in call.parameters.items()),
+            buffers=tuple((name, *looks(buffer)) for name, buffer in call.buffers.items()),
             training=tuple(module.training for module in modules.values()),
             modules=tuple(fact for name, module in modules.items() for fact in facts_of_module(name, module)),
-            surroundings=tuple(facts_around(self.loss_fn)),
+            surroundings=tuple(facts_around(self.loss_fn, self.model)),
             autocast=tuple(
                 torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda")
             ),
@@ -273,8 +263,9 @@ class Step:
         if program.copies:
             taken.update(map(storage_id, tensors))
         continued = [leaves.continues(leaf) for leaf in reached]
-        for leaf, grad in zip(reached, grads, strict=True):
-            _accumulate(leaf, grad, taken)
+        with _undone_on_error(reached):
+            for leaf, grad in zip(reached, grads, strict=True):
+                _accumulate(leaf, grad, taken)
         for leaf, s, to_old in zip(reached, curvatures, continued, strict=False):
             leaves.add(leaf, leaves.owned(s, leaf, taken), to_old=to_old, method=self.settings.method)
         return result.restored(returned)
@@ -288,9 +279,28 @@ def _own(tensor: Tensor, taken: set[int], copies: bool) -> Tensor:
     return tensor
 
 
+def _has_hooks(leaf: Tensor) -> bool:
+    return bool(getattr(leaf, "_backward_hooks", None) or getattr(leaf, "_post_accumulate_grad_hooks", None))
+
+
+@contextmanager
+def _undone_on_error(leaves: Sequence[Tensor]) -> Iterator[None]:
+    """Gradients are what they were if a hook raises; without hooks nothing can."""
+    if not any(map(_has_hooks, leaves)):
+        yield
+        return
+    before = [(leaf, leaf.grad, None if leaf.grad is None else leaf.grad.clone()) for leaf in leaves]
+    try:
+        yield
+    except BaseException:
+        for leaf, grad, values in before:
+            leaf.grad = grad if grad is None or values is None else grad.copy_(values)
+        raise
+
+
 def _accumulate(leaf: Tensor, grad: Tensor, taken: set[int]) -> None:
     """As torch does at the end of a backward pass."""
-    if getattr(leaf, "_backward_hooks", None) or getattr(leaf, "_post_accumulate_grad_hooks", None):
+    if _has_hooks(leaf):
         torch.autograd.backward([leaf], [grad])
     elif leaf.grad is None:
         leaf.grad = leaves.owned(grad, leaf, taken)
@@ -317,20 +327,6 @@ def _refuse_shared(inputs: Sequence[Tensor], overwritten: Sequence[int]) -> None
     users = Counter(map(storage_id, inputs)) if overwritten else Counter()
     if any(users[storage_id(inputs[index])] > 1 for index in overwritten):
         raise ValueError(_SHARED)
-
-
-def _looks(value: Any) -> Any:
-    """What a graph knows of a value: all of it, unless it is a tensor."""
-    if isinstance(value, Tensor):
-        return value.shape, value.stride(), value.dtype, value.device, value.requires_grad
-    return type(value), value
-
-
-def _looks_without_size(value: Any) -> Any:
-    """The same where sizes are symbols; only 0 and 1 are looked at, as torch does."""
-    if isinstance(value, Tensor):
-        return tuple(min(n, 2) for n in value.shape), value.dtype, value.device, value.requires_grad
-    return type(value), value
 
 
 def _constants(module: torch.fx.GraphModule) -> Iterator[Tensor]:

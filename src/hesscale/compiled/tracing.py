@@ -5,8 +5,9 @@ The graph is what torch's operations were while the ordinary pass ran once, on t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -16,9 +17,12 @@ from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.utils import _pytree as pytree
 
-from ..backward import derivatives
+from ..backward import NO_GRAPH, derivatives
 from ..graph import LEAF, edge_of, storage_id, trace
 from .backend import Guard, stand_ins, value_errors, without_mkldnn
+from .call import Call
+from .facts import objects_around
+from .real import ValueOfConstantError, left_alone
 
 _MODEL: Final = "model"
 _VALUES = (
@@ -41,31 +45,18 @@ _STRANGER = (
     "argument: make it one of the two, or detach it"
 )
 _CHANGED = "the forward pass replaces the buffer {name!r} by one of another shape or dtype, which cannot be compiled"
-
-
-@dataclass(frozen=True)
-class Call:
-    """One call of a step: the tensors that go in, by name and in order, and how to put them together again."""
-
-    parameters: Mapping[str, Tensor]
-    buffers: Mapping[str, Tensor]
-    values: Sequence[Any]  # of the batch: tensors and all the rest
-    structure: Any  # of the batch
-
-    @property
-    def batch(self) -> list[Tensor]:
-        """The tensors of the batch."""
-        return [value for value in self.values if isinstance(value, Tensor)]
-
-    @property
-    def inputs(self) -> list[Tensor]:
-        """All tensors, as a graph takes them."""
-        return [*self.parameters.values(), *self.buffers.values(), *self.batch]
-
-    @property
-    def leaves(self) -> list[Tensor]:
-        """The tensors that get a gradient and curvature."""
-        return [leaf for leaf in (*self.parameters.values(), *self.batch) if leaf.requires_grad]
+_APPEARED = (
+    "the forward pass adds or removes the buffer {name!r}, which cannot be compiled: run the model once before, or "
+    "register the buffer as a tensor"
+)
+_HIDDEN = (
+    "loss_fn returns a {kind} that holds tensors, which cannot be compiled: return them in tuples, lists or dicts, or "
+    "register the class with torch.utils._pytree"
+)
+_SYMBOLS = (
+    "an operation needs a size or a number that is not known while it is compiled ({error}): leave dynamic=True out, "
+    "compute with masks instead of selecting by them, or call hesscale.backward instead"
+)
 
 
 @dataclass(frozen=True)
@@ -121,13 +112,21 @@ class _Bound(nn.Module):
         super().__init__()
         self.loss_fn, self.model = loss_fn, model
 
-    def forward(self, args: Any, kwargs: Any, given: Mapping[str, Tensor]) -> Any:
-        result = self.loss_fn(self.model, *args, **kwargs)
+    def forward(self, args: Any, kwargs: Any, given: Mapping[str, Tensor], guarded: AbstractContextManager[Any]) -> Any:
+        before = _buffer_names(self.model)
+        with guarded:
+            result = self.loss_fn(self.model, *args, **kwargs)
+        for name in before ^ _buffer_names(self.model):
+            raise ValueError(_APPEARED.format(name=name))
         with torch.no_grad():
             for name, buffer in self.model.named_buffers():
                 if name in given and buffer is not given[name]:
                     _replace(name, given[name], buffer)
         return result
+
+
+def _buffer_names(model: nn.Module) -> set[str]:
+    return {name for name, _ in model.named_buffers(remove_duplicate=False)}
 
 
 def _replace(name: str, buffer: Tensor, found: Tensor) -> None:
@@ -155,16 +154,10 @@ def trace_call(
     bound = _Bound(loss_fn, model)
 
     def run(*inputs: Tensor) -> tuple[Tensor, ...]:
-        names, rest = [*call.parameters, *call.buffers], iter(inputs)
-        given = dict(zip(names, rest, strict=False))
-        leaves: list[Tensor] = []
-        for name, p in call.parameters.items():
-            given[name] = _leaf(given[name], p, leaves)
-        values = [_leaf(next(rest), v, leaves) if isinstance(v, Tensor) else v for v in call.values]
-        args, kwargs = pytree.tree_unflatten(values, call.structure)
+        given, args, kwargs, leaves = _unpack(call, inputs)
         with torch.enable_grad():
             state = {f"{_MODEL}.{name}": tensor for name, tensor in given.items()}
-            returned = functional_call(bound, state, (args, kwargs, given))
+            returned = functional_call(bound, state, (args, kwargs, given, guarded))
         before = _nodes_so_far()
         loss = _loss_of(returned)
         _refuse_strangers(loss, leaves)
@@ -180,16 +173,37 @@ def trace_call(
 
     state = [*call.parameters.values(), *call.buffers.values()]
     inputs, guard = stand_ins(state, call.batch) if dynamic else stand_ins(call.inputs)
-    with _left_as_it_was(model), _traceable():
-        mode: Literal["symbolic", "fake"] = "symbolic" if dynamic else "fake"
-        try:
-            module = make_fx(run, tracing_mode=mode, _allow_non_fake_inputs=True)(*inputs)
-        except NotImplementedError as error:
-            if "Generator" not in str(error):  # older versions of torch cannot even write such a call down
-                raise
-            raise RuntimeError(_GENERATOR) from error
+    with _left_as_it_was(_open_objects(loss_fn, model, call)), left_alone() as guarded, _traceable():
+        module = _write_down(run, inputs, dynamic=dynamic)
     _refuse_generators(module)
     return Traced(_relaxed(module), results[-1], inputs, guard(), _overwritten(module))
+
+
+def _unpack(call: Call, inputs: Sequence[Tensor]) -> tuple[dict[str, Tensor], Any, Any, list[Tensor]]:
+    """The model's tensors by name, the arguments for loss_fn, and the leaves among both."""
+    leaves: list[Tensor] = []
+    rest = iter(inputs)
+    given = dict(zip([*call.parameters, *call.buffers], rest, strict=False))
+    for name, tensor in (*call.parameters.items(), *call.buffers.items()):
+        given[name] = _leaf(given[name], tensor, leaves)
+    values = [_leaf(next(rest), v, leaves) if isinstance(v, Tensor) else v for v in call.values]
+    args, kwargs = pytree.tree_unflatten(values, call.structure)
+    return given, args, kwargs, leaves
+
+
+def _write_down(run: Callable[..., Any], inputs: Sequence[Tensor], *, dynamic: bool) -> torch.fx.GraphModule:
+    """The graph of what it does with such inputs."""
+    mode: Literal["symbolic", "fake"] = "symbolic" if dynamic else "fake"
+    try:
+        return make_fx(run, tracing_mode=mode, _allow_non_fake_inputs=True)(*inputs)
+    except NotImplementedError as error:
+        if "Generator" not in str(error):  # older versions of torch cannot even write such a call down
+            raise
+        raise RuntimeError(_GENERATOR) from error
+    except RuntimeError as error:
+        if "SymInt" not in str(error):
+            raise
+        raise RuntimeError(_SYMBOLS.format(error=str(error).splitlines()[0])) from error
 
 
 def _relaxed(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
@@ -236,7 +250,16 @@ _NUMBERS: Final[Mapping[type, torch.dtype]] = {
 
 def _kept(value: Any) -> _Constant | _Tensor:
     is_number = type(value) in _NUMBERS
-    return _Tensor(is_number) if is_number or isinstance(value, Tensor) else _Constant(value)
+    if is_number or isinstance(value, Tensor):
+        return _Tensor(is_number)
+    held = value if isinstance(value, (set, frozenset)) else getattr(value, "__dict__", ())
+    if any(isinstance(one, Tensor) or type(one) in _NUMBERS for one in pytree.tree_leaves(_listed(held))):
+        raise TypeError(_HIDDEN.format(kind=type(value).__name__))
+    return _Constant(value)
+
+
+def _listed(held: Any) -> list[Any]:
+    return list(held.values() if isinstance(held, Mapping) else held)
 
 
 def _as_tensor(value: Any) -> Tensor:
@@ -259,6 +282,8 @@ def _loss_of(returned: Any) -> Tensor:
         raise TypeError(_NO_LOSS.format(found=f"a {type(returned).__name__}"))
     if loss.numel() != 1:
         raise TypeError(_NO_LOSS.format(found=f"one of shape {tuple(loss.shape)}"))
+    if not loss.requires_grad:
+        raise RuntimeError(NO_GRAPH)
     return loss
 
 
@@ -307,31 +332,41 @@ def _refuse_generators(module: torch.fx.GraphModule) -> None:
 
 
 def _refuse_strangers(loss: Tensor, leaves: Sequence[Tensor]) -> None:
-    if loss.requires_grad:
-        known = {id(leaf) for leaf in leaves}
-        for node in trace(edge_of(loss)[0]).nodes:
-            variable: Any = getattr(node, "variable", None) if node.name() == LEAF else None
-            if variable is not None and id(variable) not in known:
-                raise ValueError(_STRANGER.format(shape=tuple(variable.shape)))
+    known = {id(leaf) for leaf in leaves}
+    for node in trace(edge_of(loss)[0]).nodes:
+        variable: Any = getattr(node, "variable", None) if node.name() == LEAF else None
+        if variable is not None and id(variable) not in known:
+            raise ValueError(_STRANGER.format(shape=tuple(variable.shape)))
+
+
+def _open_objects(loss_fn: Callable[..., Any], model: nn.Module, call: Call) -> Iterator[Any]:
+    """Whatever a forward pass may set attributes of."""
+    for found in (model, *call.values, *objects_around(loss_fn)):
+        if isinstance(found, nn.Module):
+            yield from found.modules()
+        elif not isinstance(found, Tensor):
+            yield found
 
 
 @contextmanager
-def _left_as_it_was(model: nn.Module) -> Iterator[None]:
-    """Whatever a forward pass leaves in the model would be tensors without values here."""
-    before = {module: _attributes(module) for module in model.modules()}
+def _left_as_it_was(objects: Iterable[Any]) -> Iterator[None]:
+    """Whatever a forward pass leaves in them would be tensors without values here, and counts once too often."""
+    before = [pair for one in objects for pair in _open_to_change(one)]
     try:
         yield
     finally:
-        for module, (own, buffers) in before.items():
-            vars(module).clear()
-            vars(module).update(own)
-            module._buffers.clear()
-            module._buffers.update(buffers)
+        for own, contents in before:
+            own.clear()
+            own.update(contents) if isinstance(own, dict) else own.extend(contents)
         torch.clear_autocast_cache()
 
 
-def _attributes(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    return dict(vars(module)), dict(module._buffers)
+def _open_to_change(one: Any) -> Iterator[tuple[dict[str, Any] | list[Any], Any]]:
+    """Its attributes, and those that are lists or dicts, buffers among them, each with a copy of what is in it."""
+    own = getattr(one, "__dict__", {})
+    for held in (own, *own.values()):
+        if type(held) in (dict, OrderedDict, list):
+            yield held, held.copy()
 
 
 @contextmanager
@@ -340,5 +375,7 @@ def _traceable() -> Iterator[None]:
     try:
         with without_mkldnn():
             yield
+    except ValueOfConstantError as error:
+        raise RuntimeError(_VALUES) from error
     except value_errors() as error:
         raise RuntimeError(_VALUES) from error

@@ -2,7 +2,7 @@
 
 import os
 
-from ..graph import is_traced
+from ..traced import is_traced
 
 
 def enabled() -> bool:

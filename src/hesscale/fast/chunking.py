@@ -8,7 +8,7 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor
 
-from ..graph import is_traced
+from ..traced import is_traced
 from . import enabled
 from .workspace import scratch
 

@@ -93,6 +93,8 @@ class ReadsCurvature(Optimizer):
         source = self._known_source()
         if not isinstance(source, Propagated):
             raise ValueError(f"only passes by hesscale.backward can be compiled, not {source}")
+        for name in {"method", "rank"} & {*options}:
+            raise TypeError(f"the optimizer says which {name} is compiled: give it to {type(self).__name__}")
         return compile_for(self, loss_fn, model, method=source.name, rank=source.rank, **options)
 
     def _known_source(self) -> Source:

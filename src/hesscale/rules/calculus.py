@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from ..graph import LOW_PRECISION, Edge, call, call_in_single, nested_gradient, on_arrival, unwrapped
-from ..graph import is_traced as is_traced
-from ..graph import value_of as value_of
+from ..graph import LOW_PRECISION, Edge, call, call_in_single, nested_gradient, on_arrival
+from ..traced import is_traced as is_traced
+from ..traced import unwrapped
+from ..traced import value_of as value_of
 
 
 @final

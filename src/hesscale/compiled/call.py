@@ -1,0 +1,98 @@
+"""What goes into a compiled pass, what of it is refused, and what a graph knows of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils import _pytree as pytree
+
+from .facts import facts_of_foreign, key_of
+
+_TWICE = "a tensor that requires grad is given to the step twice, or is a parameter of the model: give it once"
+_NO_LEAF = "an argument or buffer requires grad but is no leaf: detach it, or compute it inside loss_fn"
+_OPAQUE = (
+    "an argument of the step is a {kind}, of which changes would not be seen: pass tensors, numbers and strings, and "
+    "tuples, lists and dicts of these"
+)
+_LAZY = "the model has parameters without a shape (lazy modules): run it once before its step is called"
+_VIEWED = (
+    "an argument is a {kind}, whose numbers are not those in its memory: pass x.resolve_conj().resolve_neg(), or a "
+    "padded tensor instead of a nested one"
+)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a step: the tensors that go in, by name and in order, and how to put them together again."""
+
+    parameters: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
+    values: Sequence[Any]  # of the batch: tensors and all the rest
+    structure: Any  # of the batch
+
+    @property
+    def batch(self) -> list[Tensor]:
+        """The tensors of the batch."""
+        return [value for value in self.values if isinstance(value, Tensor)]
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        """All tensors, as a graph takes them."""
+        return [*self.parameters.values(), *self.buffers.values(), *self.batch]
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        """The tensors that get a gradient and curvature."""
+        return [leaf for leaf in self.inputs if leaf.requires_grad]
+
+
+def call_of(model: nn.Module, args: Any, kwargs: Any) -> Call:
+    """The call with these arguments; in one sentence why it cannot be compiled otherwise."""
+    values, structure = pytree.tree_flatten((args, kwargs))
+    call = Call(dict(model.named_parameters()), dict(model.named_buffers()), values, structure)
+    _refuse_batch(values)
+    if any(map(is_lazy, call.inputs)):
+        raise ValueError(_LAZY)
+    leaves = call.leaves
+    if not all(leaf.is_leaf for leaf in leaves):
+        raise ValueError(_NO_LEAF)
+    if len({*map(id, leaves)}) < len(leaves):
+        raise ValueError(_TWICE)
+    return call
+
+
+def _refuse_batch(values: Sequence[Any]) -> None:
+    for value in values:
+        if isinstance(value, Tensor):
+            if value.is_nested or value.is_conj() or value.is_neg():
+                kind = "nested tensor" if value.is_nested else "conjugate or negative view"
+                raise ValueError(_VIEWED.format(kind=kind))
+        elif not isinstance(value, nn.Module) and key_of(value) is None and not _is_frozen(value):
+            raise TypeError(_OPAQUE.format(kind=type(value).__name__))
+
+
+def _is_frozen(value: Any) -> bool:
+    """Whether it is compared by what is in it, and cannot be changed, as far as its class tells."""
+    return getattr(type(value), "__hash__", None) not in (None, object.__hash__)
+
+
+def looks(value: Any) -> Any:
+    """What a graph knows of a value: all of it, unless it is a tensor."""
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype, value.device, value.requires_grad
+    return _known(value)
+
+
+def looks_without_size(value: Any) -> Any:
+    """The same where sizes are symbols; only 0 and 1 are looked at, as torch does."""
+    if isinstance(value, Tensor):
+        return tuple(min(n, 2) for n in value.shape), value.dtype, value.device, value.requires_grad
+    return _known(value)
+
+
+def _known(value: Any) -> Any:
+    return tuple(facts_of_foreign("", value)) if isinstance(value, nn.Module) else key_of(value) or (type(value), value)
