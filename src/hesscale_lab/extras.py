@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 _EXTRAS = {
-    "lab": ("matplotlib", "numpy", "pooch", "ray", "rich", "sklearn", "typer"),
+    "lab": ("PIL", "matplotlib", "numpy", "pooch", "ray", "rich", "sklearn", "typer"),
     "tensorboard": ("tensorboard",),
 }
 """The modules of the extras that commands need, by the extra's name in pyproject.toml."""

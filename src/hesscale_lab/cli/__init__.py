@@ -80,7 +80,7 @@ def main(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """Hessian diagonals in one extra backward pass: the paper's experiments.
+    """Hessian diagonals in one backward pass: the paper's experiments.
 
     \b
     Example:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from colorsys import hls_to_rgb, rgb_to_hls
 
 STYLES: Mapping[str, tuple[str, str]] = {
     "AdaHesScale": ("#0072B2", "o"),
@@ -23,14 +24,14 @@ STYLES: Mapping[str, tuple[str, str]] = {
 """In the order in which figures and tables list them."""
 
 _OTHERS = (("#E69F00", "h"), ("#B8A800", "*"), ("#7A4B9A", "<"), ("#8A5A2B", ">"))
-_DARKER = 0.72  # for each further line of one optimizer
-_MARKS = "<>1234x+"
+_TURN, _DARKER = 0.19, 0.85  # of the hue, for each further line of one optimizer; grays have no hue to turn
+_MARKS = "^<*dx+12"
 
 
 def styles(labels: Iterable[str]) -> dict[str, tuple[str, str]]:
     """The color and marker of each, in the order of the table; what the table does not name comes after it.
 
-    An optimizer with options ('AdaHesScale every=10') comes after it without, in a darker shade and with another mark.
+    An optimizer with options ('AdaHesScale every=10') comes after it without, in another hue and with another mark.
     """
     by_name: dict[str, list[str]] = {}
     for label in sorted(sorted(set(labels)), key=_in_order):
@@ -52,6 +53,6 @@ def _in_order(label: str) -> list[tuple[str, float]]:
 def _shade(style: tuple[str, str], place: int) -> tuple[str, str]:
     if not place:
         return style
-    channels = (int(style[0][at : at + 2], 16) for at in (1, 3, 5))
-    dark = "".join(f"{round(channel * _DARKER**place):02X}" for channel in channels)
-    return f"#{dark}", _MARKS[(place - 1) % len(_MARKS)]
+    hue, light, full = rgb_to_hls(*(int(style[0][at : at + 2], 16) / 255 for at in (1, 3, 5)))
+    channels = hls_to_rgb((hue + _TURN * place) % 1, light * _DARKER**place, full)
+    return "#" + "".join(f"{round(255 * channel):02X}" for channel in channels), _MARKS[(place - 1) % len(_MARKS)]

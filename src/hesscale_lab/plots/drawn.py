@@ -11,11 +11,14 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from PIL import Image
 
 from ..report.estimate import Estimate
 
 Config = Mapping[str, Any]
 Records = Sequence[Mapping[str, Any]]
+
+_COLORS = 256
 
 
 @dataclass(frozen=True)
@@ -32,17 +35,20 @@ def save(figure: Figure, stem: Path, kinds: Sequence[str] = ("png", "svg")) -> l
     """The paths of the figure as files of these kinds."""
     paths = [stem.with_name(f"{stem.name}.{kind}") for kind in kinds]
     for path in paths:
-        # without a date, so that the same numbers make the same file
-        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+        if path.suffix == ".png":
+            path.write_bytes(as_png(figure))
+        else:  # without a date, so that the same numbers make the same file
+            figure.savefig(path, metadata={"Date": None})
         figure.set_layout_engine("none")  # it is laid out now; doing it again would take seconds
     return paths
 
 
 def as_png(figure: Figure) -> bytes:
-    """The figure as the bytes of a PNG file."""
-    file = BytesIO()
-    figure.savefig(file, format="png")
-    return file.getvalue()
+    """The figure as the bytes of a PNG file with a palette: a third of the size, and nobody sees the difference."""
+    whole, small = BytesIO(), BytesIO()
+    figure.savefig(whole, format="png")
+    Image.open(whole).convert("RGB").quantize(_COLORS).save(small, "PNG", optimize=True)
+    return small.getvalue()
 
 
 def verbatim(text: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 
@@ -29,6 +29,7 @@ from .colors import styles
 from .drawn import tidy, verbatim
 
 _SPLIT_NAMES = {"train": "training", "valid": "validation", "test": "test"}
+_WIDTH = 4.2  # inches of a panel
 _MARKS = 8  # markers on a line; more would hide it
 _HIGH = 0.93  # accuracies above it differ too little to be seen on a linear scale
 _LEAST_ERROR = 2e-4  # added to the error, so that 100 % has a place on its scale
@@ -54,21 +55,28 @@ def draw(
     beside = {name: curve for name, curve in paper.items() if name in shown and against is Against.EPOCHS}
     rows = len(METRICS) // columns
     wide = columns > 1
-    lines = math.ceil(len(shown) / 4) if wide else len(shown) + 2
+    handles = list(_handles(shown, with_paper=bool(beside)))
+    across = max(1, min(4, int(_WIDTH * columns / _width_of(handles)))) if wide else 1
+    lines = math.ceil(len(shown) / across) if wide else len(shown) + 2
     figure = Figure(
-        figsize=(4.2 * columns, (3.1 if wide else 2.9) * rows + 0.25 * lines + 0.3), layout="constrained", dpi=130
+        figsize=(_WIDTH * columns, (3.1 if wide else 2.9) * rows + 0.25 * lines + 0.3), layout="constrained", dpi=130
     )
     panels = figure.subplots(rows, columns, squeeze=False).flatten()
     for axes, metric in zip(panels, _metrics(columns), strict=True):
         _draw_metric(axes, metric, shown, beside, against)
     figure.legend(
-        handles=list(_handles(shown, with_paper=bool(beside))),
+        handles=handles,
         loc="outside lower center" if wide else "outside upper center",
-        ncols=4 if wide else 1,
+        ncols=across,
         frameon=False,
         fontsize="small",
     )
     return figure
+
+
+def _width_of(handles: Sequence[Line2D]) -> float:
+    """About how many inches the longest entry of a legend in small print takes."""
+    return 0.4 + 0.062 * max((len(str(handle.get_label())) for handle in handles), default=0)
 
 
 def _metrics(columns: int) -> Iterator[str]:

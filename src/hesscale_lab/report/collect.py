@@ -1,4 +1,7 @@
-"""Run folders, read into plain numbers: an experiment per task, length and data; in it a series per setting."""
+"""Run folders, read into plain numbers: an experiment per task, length and data; in it a series per setting.
+
+Runs below different ``--out`` folders are different experiments: they may repeat each other on another machine.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,9 @@ from ..runs import CONFIG, DamagedRunError, Run
 from ..wording import counted, power
 from .estimate import Estimate, estimate
 from .reading import Conditions, Setting, Study, Training, read_study, read_training, settings_in
+
+USUAL = "train"
+"""The folder whose experiments need no other name."""
 
 _LONGEST = 100  # characters of a file's name, which systems limit
 
@@ -76,6 +82,7 @@ class Experiment:
     subset: int | None
     fields: str
     series: tuple[Series, ...]
+    place: str = ""  # the folder of its runs, where another one has the same kind of runs
 
     @property
     def title(self) -> str:
@@ -85,12 +92,15 @@ class Experiment:
             parts.append(counted(self.subset, "training example"))
         if self.fields:
             parts.append(self.fields)
+        if self.place:
+            parts.append(f"in {self.place}")
         return ", ".join(parts)
 
     @property
     def name(self) -> str:
         """For files and anchors."""
         raw = "-".join([self.task, f"e{self.epochs}", *([f"n{self.subset}"] if self.subset else []), self.fields])
+        raw = f"{self.place}-{raw}" if self.place else raw
         clean = "".join(c if c.isalnum() or c in "-._" else "-" for c in raw).strip("-")
         return clean if len(clean) <= _LONGEST else f"{clean[:_LONGEST]}-{crc32(raw.encode()):08x}"
 
@@ -120,7 +130,7 @@ class Collection:
 
 def collect(folders: Iterable[Path]) -> Collection:
     """All runs in and below these folders. One that cannot be read costs the report a sentence, nothing else."""
-    trained: dict[Conditions, dict[Setting, list[Training]]] = {}
+    trained: dict[Conditions, dict[Path, dict[Setting, list[Training]]]] = {}
     studies: list[Study] = []
     left_out: list[str] = []
     for run in _runs(folders, left_out):
@@ -128,15 +138,25 @@ def collect(folders: Iterable[Path]) -> Collection:
             config = settings_in(run)
             if config.get("kind") == "train":
                 training = read_training(run, config)
-                trained.setdefault(training.conditions, {}).setdefault(training.setting, []).append(training)
+                place = trained.setdefault(training.conditions, {}).setdefault(_place(run), {})
+                place.setdefault(training.setting, []).append(training)
             else:
                 study, lines = read_study(run, config)
                 studies.append(study)
                 left_out += lines
         except ValueError as error:
             left_out.append(f"{run.folder}: {error}")
-    experiments = [_experiment(key, settings) for key, settings in trained.items()]
+    experiments = [
+        _experiment(key, settings, "" if len(places) == 1 or place.name == USUAL else place.name)
+        for key, places in trained.items()
+        for place, settings in places.items()
+    ]
     return Collection(tuple(sorted(experiments, key=lambda e: e.title)), tuple(studies), tuple(left_out))
+
+
+def _place(run: Run) -> Path:
+    """What was given as --out: the folder above task, optimizer, setting and seed."""
+    return run.folder.resolve().parents[min(3, len(run.folder.resolve().parents) - 1)]
 
 
 def _runs(folders: Iterable[Path], left_out: list[str]) -> Iterator[Run]:
@@ -152,10 +172,9 @@ def _runs(folders: Iterable[Path], left_out: list[str]) -> Iterator[Run]:
     yield from found.values()
 
 
-def _experiment(conditions: Conditions, settings: Mapping[Setting, list[Training]]) -> Experiment:
-    return Experiment(
-        **conditions._asdict(), series=tuple(_series(setting, settings[setting]) for setting in sorted(settings))
-    )
+def _experiment(conditions: Conditions, settings: Mapping[Setting, list[Training]], place: str) -> Experiment:
+    series = tuple(_series(setting, settings[setting]) for setting in sorted(settings))
+    return Experiment(**conditions._asdict(), series=series, place=place)
 
 
 def _series(setting: Setting, runs: Sequence[Training]) -> Series:

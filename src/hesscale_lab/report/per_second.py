@@ -19,7 +19,7 @@ from .collect import Experiment, Series
 from .estimate import Estimate, estimate, plain
 from .table import Table
 
-BASELINES = ("Adam", "AdamFused")
+BASELINES = ("AdamFused", "Adam")
 """Whom others are compared with: the first of these that there is."""
 
 _HEADINGS = ("optimizer", "seeds", "s to {name}'s final valid. loss", "relative", "", "area over time, relative", "")

@@ -146,10 +146,9 @@ def test_without_the_extra_it_says_what_to_install(missing: str) -> None:
 def test_the_installed_command_is_the_one_that_says_it() -> None:
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
     assert project["scripts"] == {"hesscale": "hesscale_lab.__main__:main"}
-    wanted = {
-        re.split("[<>=]", one)[0].replace("scikit-learn", "sklearn") for one in project["optional-dependencies"]["lab"]
-    }
-    for module in wanted:
+    imported_as = {"scikit-learn": "sklearn", "pillow": "PIL"}
+    wanted = [re.split("[<>=]", one)[0] for one in project["optional-dependencies"]["lab"]]
+    for module in (imported_as.get(name, name) for name in wanted):
         assert what_to_install(ModuleNotFoundError(name=f"{module}.part")).endswith("pip install 'hesscale[lab]'")
     assert what_to_install(ModuleNotFoundError(name="scipy")) == "this needs scipy: pip install scipy"
     with pytest.raises(ModuleNotFoundError):  # a mistake of ours is not to be installed away

@@ -80,14 +80,18 @@ def test_a_verdict_takes_two_standard_errors() -> None:
     assert verdict(Estimate(0.5, float("nan")), 1) == "ahead, 1 seed"
 
 
-def test_the_baseline_is_adam_if_its_runs_are_whole(tmp_path: Path) -> None:
-    timed(tmp_path, "AdamFused", [4, 3, 2, 1], epoch=1)
+def test_the_baseline_is_the_fastest_adam_whose_runs_are_whole(tmp_path: Path) -> None:
+    timed(tmp_path, "Adam", [4, 3, 2, 1], epoch=1)
     (experiment,) = collect([tmp_path]).experiments
-    assert baseline_of(experiment) == "AdamFused" and per_second_table(experiment) is None
-    timed(tmp_path, "Adam", [4, 3], epoch=1, end=None)
+    assert baseline_of(experiment) == "Adam" and per_second_table(experiment) is None
+    timed(tmp_path, "AdamFused", [4, 3], epoch=1, end=None)
     (experiment,) = collect([tmp_path]).experiments
+    assert baseline_of(experiment) == "Adam"
+    assert [found.series.label for found in comparisons(experiment)] == ["AdamFused"]
+    timed(tmp_path / "both", "Adam", [4, 3, 2, 1], epoch=1)
+    timed(tmp_path / "both", "AdamFused", [4, 3, 2, 1], epoch=1)
+    (experiment,) = collect([tmp_path / "both"]).experiments
     assert baseline_of(experiment) == "AdamFused"
-    assert [found.series.label for found in comparisons(experiment)] == ["Adam"]
     timed(tmp_path / "only", "SGD", [4, 3, 2, 1], epoch=1)
     (experiment,) = collect([tmp_path / "only"]).experiments
     assert baseline_of(experiment) is None and per_second_table(experiment) is None
