@@ -21,7 +21,7 @@ help:
 	@echo "make test-newest  the tests with the newest, $(NEWEST)"
 	@echo "make check        as test, without what takes long: a minute, for those who work on it"
 	@echo "make format       rewrite the sources in the house format"
-	@echo "make docs         the site, in build/site"
+	@echo "make docs         the site, in build/site, with a report of all runs in results"
 	@echo "make dist         the packages of a release, in dist"
 	@echo "make clean        remove the virtual environments, what was built, and all caches"
 
@@ -53,6 +53,7 @@ format: $(READY)
 
 docs: .venv-docs/.ready
 	.venv-docs/bin/sphinx-build --fail-on-warning --keep-going --jobs auto docs build/site
+	.venv-docs/bin/hesscale report results --out build/site/report > build/report.log
 
 dist: .venv-dist/.ready
 	rm -rf dist

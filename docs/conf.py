@@ -9,7 +9,8 @@ from typing import Any
 import hesscale
 
 ROOT = Path(__file__).parent.parent
-SOURCES = "https://github.com/hesscale/hesscale/blob/main"
+REPOSITORY = "https://github.com/hesscale/hesscale"
+SOURCES = f"{REPOSITORY}/blob/main"
 
 project = "hesscale"
 author = "The hesscale authors"
@@ -51,7 +52,7 @@ html_theme = "furo"
 html_title = "hesscale"
 html_show_copyright = False
 html_theme_options = {
-    "source_repository": "https://github.com/hesscale/hesscale/",
+    "source_repository": REPOSITORY,
     "source_branch": "main",
     "source_directory": "docs/",
     "footer_icons": [],
@@ -67,6 +68,19 @@ def to_repository(text: str) -> str:
     return re.sub(r"(?<!!)(\[[^\]]*\])\(\.\./([^)#]+)", rf"\1({SOURCES}/\2", text)
 
 
+def script_of(page: str) -> str | None:
+    """The file of the repository that the build made a page of the gallery from; None for other pages."""
+    folder, _, name = page.rpartition("/")
+    if folder != "gallery":
+        return None
+    return f"examples/gallery/{'README.rst' if name == 'index' else f'{name}.py'}"
+
+
+def with_names(signature: str | None) -> str | None:
+    """A signature in which aliases of types have their names: within a union autodoc writes how it looks them up."""
+    return signature and re.sub(r"TypeAliasForwardRef\('(\w+)'\)", r"\1", signature)
+
+
 def with_bars(line: str) -> str:
     """A line of a docstring in which |h| is an absolute value, not a reference; code stays as it is."""
     if line.lstrip().startswith((">>>", "...")):
@@ -76,7 +90,7 @@ def with_bars(line: str) -> str:
 
 
 def setup(app: Any) -> None:
-    """Sphinx calls this; pages and docstrings are rewritten when they have been read."""
+    """Sphinx calls this; pages, signatures and docstrings are rewritten when they have been read."""
 
     def rewrite(app: Any, name: str, content: list[str]) -> None:
         content[0] = to_repository(content[0])
@@ -84,5 +98,17 @@ def setup(app: Any) -> None:
     def escape(app: Any, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
         lines[:] = map(with_bars, lines)
 
+    def name_aliases(
+        app: Any, what: str, name: str, thing: Any, options: Any, arguments: str | None, returns: str | None
+    ) -> tuple[str | None, str | None]:
+        return with_names(arguments), with_names(returns)
+
+    def lead_to_script(app: Any, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:
+        if script := script_of(page):
+            context["theme_source_view_link"] = f"{SOURCES}/{script}"
+            context["theme_source_edit_link"] = f"{REPOSITORY}/edit/main/{script}"
+
     app.connect("source-read", rewrite)
+    app.connect("html-page-context", lead_to_script)
+    app.connect("autodoc-process-signature", name_aliases)
     app.connect("autodoc-process-docstring", escape)

@@ -14,12 +14,25 @@ ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
+def blocks(document: Path) -> list[str]:
+    """Its pieces of Python, in order."""
+    return re.findall(r"^```python\n(.*?)^```", document.read_text(encoding="utf-8"), re.S | re.M)
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_python_blocks_run(document: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RULES, "_rows", dict(RULES._rows))  # rules that a document registers stay there
     namespace: dict[str, object] = {"__name__": document.stem}
-    for number, block in enumerate(re.findall(r"^```python\n(.*?)^```", document.read_text(), re.S | re.M)):
+    for number, block in enumerate(blocks(document)):
         exec(compile(block, f"{document.name}, block {number}", "exec", dont_inherit=True), namespace)
+
+
+def test_the_first_page_shows_what_its_blocks_print(capsys: pytest.CaptureFixture[str]) -> None:
+    """In comments that begin a line."""
+    namespace: dict[str, object] = {}
+    for block in blocks(ROOT / "docs" / "start.md"):
+        exec(compile(block, "start.md", "exec", dont_inherit=True), namespace)
+        assert capsys.readouterr().out.splitlines() == re.findall(r"^# (.*)$", block, re.M)
 
 
 def leads_somewhere(document: Path, target: str) -> bool:
