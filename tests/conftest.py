@@ -1,5 +1,6 @@
 """Settings that all tests share."""
 
+import gc
 import os
 import signal
 import subprocess
@@ -40,6 +41,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # the same examples on every machine; timing says nothing on a busy one
 settings.register_profile("hesscale", deadline=None, derandomize=True, max_examples=15)
 settings.load_profile("hesscale")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Spares the collector what all tests share: many of them collect, and thousands of cases are a large heap."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

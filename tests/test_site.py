@@ -63,5 +63,5 @@ def test_the_project_is_described_and_installed_alike_everywhere() -> None:
     said = PROJECT["description"]
     assert f'abstract: "{said}."' in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
     readme, start = (path.read_text(encoding="utf-8") for path in (ROOT / "README.md", DOCS / "start.md"))
-    install = re.compile(r"^## Install\n\n(```bash\n.*?```\n\nFrom a clone.*?\[lab\]'`\.)", re.M | re.S)
+    install = re.compile(r"^## Install\n\n(```bash\n.*?```\n\nOnce .*?\[lab\]'`\.)", re.M | re.S)
     assert install.findall(readme) == install.findall(start) != []
