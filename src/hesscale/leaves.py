@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .graph import LOW_PRECISION, storage_id
+from .traced import is_traced
 
 _LOCK: Final = threading.Lock()  # two threads may run backward on the same parameters
 _ORPHANS: Final[list[tuple[dict[str, Any], weakref.ref[Tensor]]]] = []
@@ -91,6 +92,8 @@ def owned(s: Tensor | None, like: Tensor, taken: set[int]) -> Tensor:
     if s is None or s._is_zerotensor():  # torch's zeros without memory
         dtype = torch.float32 if like.dtype in LOW_PRECISION else like.dtype
         return torch.zeros_like(like, dtype=dtype, requires_grad=False)
+    if is_traced():  # sizes may be symbols; whoever runs the graph sees to its memory
+        return s
     memory = storage_id(s)
     if s.untyped_storage().nbytes() == s.nbytes and memory not in taken and s.stride() == like.stride():
         taken.add(memory)

@@ -34,6 +34,9 @@ class Masked(nn.Module):
         h = self.norm(self.layer(self.body(x)))
         return self.function(h * self.scale) * self.mask
 
+    def scaled(self, x: Tensor) -> Any:
+        return 2 * self.body(x)
+
 
 CHANGES: dict[str, tuple[Callable[[Any], Any], int]] = {
     "a number": (lambda m: setattr(m, "scale", 2.0), 2),
@@ -42,6 +45,7 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], int]] = {
     "a tensor": (lambda m: setattr(m, "mask", torch.tensor([0.0, 1.0, 3.0], dtype=torch.float64)), 2),
     "a tensor, in place": (lambda m: m.mask.mul_(3), 1),
     "a layer of another class": (lambda m: setattr(m, "layer", nn.ReLU()), 2),
+    "a method of its class": (lambda m: setattr(Masked, "forward", Masked.scaled), 2),
     "a hook": (lambda m: m.layer.register_forward_hook(lambda layer, x, y: y * 2), 2),
     "a parameter": (lambda m: setattr(m.body[0], "weight", nn.Parameter(m.body[0].weight.detach() * 2)), 1),
     "its memory": (lambda m: setattr(m.body[0].weight, "data", m.body[0].weight.data * 2), 1),
@@ -51,7 +55,10 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], int]] = {
 
 
 @pytest.mark.parametrize(("change", "graphs"), CHANGES.values(), ids=CHANGES)
-def test_what_changes_in_a_module_is_seen(change: Callable[[Any], Any], graphs: int) -> None:
+def test_what_changes_in_a_module_is_seen(
+    change: Callable[[Any], Any], graphs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Masked, "forward", Masked.forward)  # and back afterwards
     ours, theirs, step = pair(Masked())
     for _ in range(2):
         step(*vectors(6))
@@ -94,6 +101,19 @@ def test_what_changes_around_the_loss_is_seen(monkeypatch: pytest.MonkeyPatch) -
     compare(2)
     monkeypatch.setitem(globals(), "FACTOR", 3.0)
     compare(3)
+
+
+def test_a_hook_of_all_modules_is_seen() -> None:
+    ours, theirs, step = pair(small())
+    step(*vectors(6))
+    ours.zero_grad()
+    handle = nn.modules.module.register_module_forward_hook(lambda module, given, out: 2 * out)
+    try:
+        step(*vectors(6))
+        hesscale.backward(cross_entropy(theirs, *vectors(6)))
+    finally:
+        handle.remove()
+    assert_same(ours, theirs)
 
 
 def test_sizes_that_become_numbers_are_not_taken_for_symbols() -> None:

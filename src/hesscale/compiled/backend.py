@@ -1,14 +1,15 @@
 """What only ``hesscale.compile`` needs of torch's insides: tensors without values, and backends that take a graph.
 
 Names that torch does not document: ``_subclasses.FakeTensorMode``, ``ShapeEnv``, ``_dynamo.lookup_backend``,
-``_inductor.compile``, the exceptions of tensors without values, and mkldnn's switch, without which nothing is compiled;
+``_inductor.compile``, the exceptions of tensors without values, mkldnn's switch, the cache of ``parametrize``, hooks of
+all modules and ``_DisablePythonDispatcher``, without which nothing is compiled;
 ``PyCodeCache.modules`` and ``empty_strided_cpu`` in them, only for speed: without them compiled code allocates afresh.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -59,6 +60,34 @@ def has_values(value: Any) -> bool:
     from torch._subclasses.fake_tensor import FakeTensor
 
     return isinstance(value, Tensor) and not isinstance(value, FakeTensor)
+
+
+def is_left_over(value: Any, stand_in: Tensor) -> bool:
+    """Whether it is the stand-in of another trace than ``stand_in``."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(value, FakeTensor) and value.fake_mode is not getattr(stand_in, "fake_mode", None)
+
+
+def cache_of_parametrizations() -> dict[Any, Any]:
+    """What ``torch.nn.utils.parametrize.cached()`` keeps."""
+    from torch.nn.utils import parametrize
+
+    return parametrize._cache
+
+
+def hooks_of_all_modules() -> list[int]:
+    """The keys of hooks such as ``torch.nn.modules.module.register_module_forward_hook`` sets."""
+    from torch.nn.modules import module
+
+    kinds = (module._global_forward_pre_hooks, module._global_forward_hooks)
+    return [key for hooks in kinds for key in (*hooks, -1)]
+
+
+def as_one_node() -> AbstractContextManager[Any]:
+    """Within it an operation is recorded by autograd as it is, also where torch would rather take it apart before."""
+    guard: AbstractContextManager[Any] = torch._C._DisablePythonDispatcher()
+    return guard
 
 
 @contextmanager

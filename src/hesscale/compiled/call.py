@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
-from .facts import facts_of_foreign, key_of
+from .facts import facts_around, facts_of_foreign, key_of, looks_of
 
 _TWICE = "a tensor that requires grad is given to the step twice, or is a parameter of the model: give it once"
 _NO_LEAF = "an argument or buffer requires grad but is no leaf: detach it, or compute it inside loss_fn"
@@ -20,9 +23,10 @@ _OPAQUE = (
 )
 _LAZY = "the model has parameters without a shape (lazy modules): run it once before its step is called"
 _VIEWED = (
-    "an argument is a {kind}, whose numbers are not those in its memory: pass x.resolve_conj().resolve_neg(), or a "
-    "padded tensor instead of a nested one"
+    "a tensor that goes into a compiled pass is a {kind}, whose numbers are not those in its memory: take "
+    "x.resolve_conj().resolve_neg(), or a dense and padded tensor instead of a sparse or nested one"
 )
+_SUBCLASS = "an argument of the step is a {kind}, which compiled code would not know as such: pass a plain torch.Tensor"
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,7 @@ def call_of(model: nn.Module, args: Any, kwargs: Any) -> Call:
     _refuse_batch(values)
     if any(map(is_lazy, call.inputs)):
         raise ValueError(_LAZY)
+    refuse_views(call.inputs)
     leaves = call.leaves
     if not all(leaf.is_leaf for leaf in leaves):
         raise ValueError(_NO_LEAF)
@@ -68,11 +73,19 @@ def call_of(model: nn.Module, args: Any, kwargs: Any) -> Call:
 def _refuse_batch(values: Sequence[Any]) -> None:
     for value in values:
         if isinstance(value, Tensor):
-            if value.is_nested or value.is_conj() or value.is_neg():
-                kind = "nested tensor" if value.is_nested else "conjugate or negative view"
-                raise ValueError(_VIEWED.format(kind=kind))
+            if type(value) not in (Tensor, nn.Parameter):
+                raise TypeError(_SUBCLASS.format(kind=type(value).__name__))
         elif not isinstance(value, nn.Module) and key_of(value) is None and not _is_frozen(value):
             raise TypeError(_OPAQUE.format(kind=type(value).__name__))
+
+
+def refuse_views(tensors: Iterable[Tensor]) -> None:
+    """ValueError for tensors whose numbers are not those that lie in their memory."""
+    for tensor in tensors:
+        if tensor.is_nested or tensor.layout is not torch.strided:
+            raise ValueError(_VIEWED.format(kind="sparse or nested tensor"))
+        if tensor.is_conj() or tensor.is_neg():
+            raise ValueError(_VIEWED.format(kind="conjugate or negative view"))
 
 
 def _is_frozen(value: Any) -> bool:
@@ -80,19 +93,22 @@ def _is_frozen(value: Any) -> bool:
     return getattr(type(value), "__hash__", None) not in (None, object.__hash__)
 
 
-def looks(value: Any) -> Any:
+def looks(value: Any, model: nn.Module) -> Any:
     """What a graph knows of a value: all of it, unless it is a tensor."""
-    if isinstance(value, Tensor):
-        return value.shape, value.stride(), value.dtype, value.device, value.requires_grad
-    return _known(value)
+    return looks_of(value) if isinstance(value, Tensor) else _known(value, model)
 
 
-def looks_without_size(value: Any) -> Any:
+def looks_without_size(value: Any, model: nn.Module) -> Any:
     """The same where sizes are symbols; only 0 and 1 are looked at, as torch does."""
     if isinstance(value, Tensor):
-        return tuple(min(n, 2) for n in value.shape), value.dtype, value.device, value.requires_grad
-    return _known(value)
+        shape, _, *rest = looks_of(value)
+        return tuple(min(n, 2) for n in shape), *rest
+    return _known(value, model)
 
 
-def _known(value: Any) -> Any:
-    return tuple(facts_of_foreign("", value)) if isinstance(value, nn.Module) else key_of(value) or (type(value), value)
+def _known(value: Any, model: nn.Module) -> Any:
+    if isinstance(value, nn.Module):
+        return tuple(facts_of_foreign("", value))
+    if isinstance(value, (FunctionType, MethodType, partial)):
+        return key_of(value), *facts_around(value, model)
+    return key_of(value) or (type(value), value)

@@ -7,11 +7,11 @@ model and around ``loss_fn``, are therefore looked at before every call: one tha
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
-from functools import partial
+from functools import lru_cache, partial
 from numbers import Number
-from types import BuiltinFunctionType, FunctionType, MethodType, NoneType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, NoneType
 from typing import Any, Final, final
 
 import torch
@@ -48,9 +48,18 @@ class Same:
         return f"a tensor {tuple(self.tensor.shape)}"
 
 
+def wiring(modules: Iterable[nn.Module]) -> Iterator[tuple[str, int]]:
+    """Which modules, parameters and buffers are one and the same, under all names that modules have for them."""
+    places: dict[int, int] = {}
+    for module in modules:
+        for held in (module._modules, module._parameters, module._buffers):
+            for key, one in held.items():
+                yield key, places.setdefault(id(one), len(places))
+
+
 def facts_of_module(name: str, module: nn.Module) -> Iterator[Fact]:
     """Its class, its hooks, and its attributes but for parameters, buffers and ``training``, which are inputs."""
-    yield name, "class", type(module)
+    yield name, "class", (type(module), type(module).forward)
     for key, value in vars(module).items():
         if key in _HOOKS:
             if value:
@@ -72,8 +81,17 @@ def objects_around(function: Callable[..., Any]) -> Iterator[Any]:
             yield value
 
 
+def parameters_as_keys(function: Callable[..., Any], model: nn.Module) -> bool:
+    """Whether a set or a dict that a function or the model reads is asked by parameters of the model."""
+    known = {*map(id, model.parameters())}
+    values = [value for _, _, value in _around(function)]
+    values += [value for module in model.modules() for value in vars(module).values()]
+    kinds = (set, frozenset, Mapping)
+    return any(id(key) in known for value in values if isinstance(value, kinds) for key in value)
+
+
 def _around(function: Callable[..., Any]) -> Iterator[Fact]:
-    """Its closure, globals by name, what ``partial`` gives it, and the object that it belongs to."""
+    """Its closure, defaults, globals by name, what ``partial`` gives it, and the object that it belongs to."""
     if isinstance(function, partial):
         for key, value in (*enumerate(function.args), *function.keywords.items()):
             yield "partial", str(key), value
@@ -84,8 +102,17 @@ def _around(function: Callable[..., Any]) -> Iterator[Fact]:
     yield from (("self", key, value) for key, value in getattr(owner, "__dict__", {}).items())
     cells = zip(inner.__code__.co_freevars, inner.__closure__ or (), strict=True)
     yield from (("", key, _content(cell)) for key, cell in cells)
+    for key, value in (*enumerate(inner.__defaults__ or ()), *(inner.__kwdefaults__ or {}).items()):
+        yield "default", str(key), value
     known = inner.__globals__
-    yield from (("", key, known[key]) for key in inner.__code__.co_names if key in known)
+    yield from (("", key, known[key]) for key in _names(inner.__code__) if key in known)
+
+
+@lru_cache(maxsize=256)
+def _names(code: CodeType) -> tuple[str, ...]:
+    """What a function reads by name, and functions, comprehensions and classes written in it."""
+    inner = (name for one in code.co_consts if isinstance(one, CodeType) for name in _names(one))
+    return tuple(dict.fromkeys((*code.co_names, *inner)))
 
 
 def _owner_and_code(function: Callable[..., Any]) -> tuple[Any, Any]:
@@ -116,7 +143,7 @@ def _seen(where: str, key: str, value: Any, model: nn.Module | None = None) -> I
     """What can be compared without asking a tensor for its values; of a module beside the model, all that is in it."""
     kind = type(value)
     if kind in _PLAIN:  # most are, or may change unseen: these two come first
-        yield where, key, (kind, value)
+        yield where, key, (kind, repr(value) if kind is float else value)
     elif kind not in _UNSEEN:
         if isinstance(value, nn.Module) and model is not None and value is not model:
             yield from facts_of_foreign(f"{where}.{key}", value)
@@ -127,6 +154,7 @@ def _seen(where: str, key: str, value: Any, model: nn.Module | None = None) -> I
 
 def facts_of_foreign(where: str, root: nn.Module) -> Iterator[Fact]:
     """Of a teacher or a criterion its tensors too, which are constants of a graph."""
+    yield where, "wiring", (*wiring(root.modules()),)
     for name, module in root.named_modules(prefix=where):
         yield name, "training", module.training
         yield from facts_of_module(name, module)
@@ -138,11 +166,11 @@ def key_of(value: Any) -> Any:
     """Something that is equal as long as the value is, and can be a key; None for what may change unseen."""
     kind = type(value)
     if kind in _PLAIN:
-        return kind, value
+        return kind, repr(value) if kind is float else value  # 0.0 and -0.0 are equal, and nan is not
     if kind in _UNSEEN:
         return None
     if isinstance(value, Tensor):
-        return Same(value), value.requires_grad
+        return Same(value), *looks_of(value)
     if isinstance(value, tuple):
         return _all(kind, value)
     if isinstance(value, slice):
@@ -150,6 +178,18 @@ def key_of(value: Any) -> Any:
     if isinstance(value, partial):
         return _all(kind, (value.func, *value.args, *value.keywords, *value.keywords.values()))
     return (kind, value) if isinstance(value, _KINDS) else None
+
+
+def looks_of(tensor: Tensor) -> tuple[Any, ...]:
+    """What a graph knows of a tensor without its values."""
+    stride = tensor.stride() if tensor.layout is torch.strided else tensor.layout
+    return tensor.shape, stride, tensor.dtype, tensor.device, tensor.requires_grad, *attributes_of(tensor)
+
+
+def attributes_of(tensor: Tensor) -> Iterator[tuple[str, Any]]:
+    """What somebody has noted on a tensor, such as ``p.decay = False``."""
+    own = tensor.__dict__
+    return ((key, key_of(own[key])) for key in own if key != "curvature") if own else iter(())
 
 
 def _all(kind: type, values: tuple[Any, ...]) -> Any:

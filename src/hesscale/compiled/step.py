@@ -21,15 +21,18 @@ from ..fast.workspace import lending, use_workspace, workspace_of
 from ..graph import plain_mode, storage_id
 from ..plan import method_named
 from ..walk import INFERENCE
-from .backend import Guard, lowered, replace_allocator
+from .backend import Guard, hooks_of_all_modules, lowered, replace_allocator
 from .call import Call, call_of, looks, looks_without_size
-from .facts import facts_around, facts_of_module
-from .tracing import Result, trace_call
+from .facts import facts_around, facts_of_module, looks_of, wiring
+from .result import Result
+from .tracing import trace_call
+from .written_graph import constants, overwritten, overwritten_constants
 
 _LOG: Final = logging.getLogger("hesscale.compile")
 _KEPT: Final = 16  # graphs of one step
 _MANY: Final = 8  # compilations after which something is wrong
 _SLOW: Final = 10.0  # seconds after which a word is due
+_TRACING: Final = threading.RLock()  # torch traces one function at a time
 
 _NOT_A_MODULE = "model must be a torch.nn.Module, not {kind}"
 _DDP = (
@@ -40,11 +43,15 @@ _SHARDED = (
     "hesscale.compile does not compile parameters that are spread over processes (DTensor, fully_shard): run this "
     f"model with hesscale.backward or optimizer.backward(loss), which work with them ({SITE}/distributed.html)"
 )
-_COMPILED = "the model was compiled by torch.compile already: pass the model inside it (compiled_model._orig_mod)"
+_COMPILED = (
+    "the model, or a part of it, was compiled by torch.compile already: pass the one inside it "
+    "(compiled_model._orig_mod)"
+)
 _SAMPLE = "missing='sample' cannot be compiled: register a rule, or pass missing='exact'"
+_SIZES = "rank= tells examples apart by their number, which dynamic=True leaves open: pass one of the two"
 _SHARED = (
-    "loss_fn or the model writes to a tensor in place that shares its memory with another argument, parameter or "
-    "buffer, which cannot be compiled: pass a clone of one of them"
+    "loss_fn or the model writes to a tensor in place that shares its memory with another argument, parameter, "
+    "buffer or tensor of its closure, which cannot be compiled: take a clone of one of them"
 )
 
 
@@ -126,6 +133,7 @@ class Kind(NamedTuple):
     structure: Any
     parameters: tuple[Any, ...]
     buffers: tuple[Any, ...]
+    wiring: tuple[tuple[str, int], ...]
     training: tuple[bool, ...]
     modules: tuple[Any, ...]
     surroundings: tuple[Any, ...]
@@ -155,6 +163,7 @@ class Program(NamedTuple):
     constants: frozenset[int]  # memory that belongs to the graph
     copies: bool  # what it returns is overwritten by its next run
     overwritten: tuple[int, ...]  # which of its inputs it writes to
+    overwritten_constants: frozenset[int]  # likewise, as memory
 
 
 @final
@@ -164,6 +173,7 @@ class Step:
     def __init__(self, loss_fn: Callable[..., Any], model: nn.Module, settings: Settings) -> None:
         _refuse(model, settings)
         self.loss_fn, self.model, self.settings = loss_fn, model, settings
+        self._functions = [loss_fn] if settings.output is None else [loss_fn, settings.output]
         self.is_due: Callable[[], bool] = lambda: True
         self.compilations = 0
         self._rules = method_named(settings.method).rules
@@ -180,7 +190,7 @@ class Step:
             program = self._compiled(kind, call)
         self._programs.move_to_end(kind)
         inputs = call.inputs
-        _refuse_shared(inputs, program.overwritten)
+        _refuse_shared(inputs, program)
         leaves.clear_orphans()  # whose memory may serve again
         with plain_mode(), _memory_of(inputs):
             tensors = program.run(*inputs)
@@ -190,13 +200,14 @@ class Step:
         sdp = torch.backends.cuda
         modules = dict(self.model.named_modules())
         return Kind(
-            batch=tuple(map(looks_without_size if self.settings.dynamic else looks, call.values)),
+            batch=tuple((looks_without_size if self.settings.dynamic else looks)(v, self.model) for v in call.values),
             structure=call.structure,
-            parameters=tuple((name, *looks(p)) for name, p in call.parameters.items()),
-            buffers=tuple((name, *looks(buffer)) for name, buffer in call.buffers.items()),
+            parameters=tuple((name, *looks_of(p)) for name, p in call.parameters.items()),
+            buffers=tuple((name, *looks_of(buffer)) for name, buffer in call.buffers.items()),
+            wiring=tuple(wiring(modules.values())),
             training=tuple(module.training for module in modules.values()),
             modules=tuple(fact for name, module in modules.items() for fact in facts_of_module(name, module)),
-            surroundings=tuple(facts_around(self.loss_fn, self.model)),
+            surroundings=tuple(fact for function in self._functions for fact in facts_around(function, self.model)),
             autocast=tuple(
                 torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda")
             ),
@@ -206,6 +217,7 @@ class Step:
                 sdp.math_sdp_enabled(),
                 torch.get_default_dtype(),
                 torch.get_float32_matmul_precision(),
+                *hooks_of_all_modules(),
             ),
             curvature=self.is_due(),
             rules=self._rules.version,
@@ -215,7 +227,7 @@ class Step:
         self._say_why(kind)
         settings = self.settings
         options = {"method": settings.method, "missing": settings.missing, "rank": settings.rank}
-        with _word_when_slow():
+        with _TRACING, _word_when_slow():
             traced = trace_call(
                 self.loss_fn,
                 self.model,
@@ -231,9 +243,15 @@ class Step:
                 run = lowered(traced.module, traced.inputs, settings.backend, tuning)
         if settings.backend == "inductor":
             replace_allocator(lending)
-        constants = frozenset(map(storage_id, _constants(traced.module)))
-        copies = bool(tuning.get("triton.cudagraphs"))
-        program = Program(run, traced.result, traced.guard, constants, copies, traced.overwritten)
+        program = Program(
+            run=run,
+            result=traced.result,
+            fits=traced.guard,
+            constants=frozenset(map(storage_id, constants(traced.module))),
+            copies=bool(tuning.get("triton.cudagraphs")),
+            overwritten=overwritten(traced.module),
+            overwritten_constants=overwritten_constants(traced.module),
+        )
         self._keep(kind, program)
         return program
 
@@ -262,11 +280,10 @@ class Step:
         returned = [_own(t, taken, program.copies) for t in tensors[:count]]
         if program.copies:
             taken.update(map(storage_id, tensors))
-        continued = [leaves.continues(leaf) for leaf in reached]
-        with _undone_on_error(reached):
-            for leaf, grad in zip(reached, grads, strict=True):
-                _accumulate(leaf, grad, taken)
-        for leaf, s, to_old in zip(reached, curvatures, continued, strict=False):
+        before = [(leaf.grad, leaves.continues(leaf)) for leaf in reached]
+        _accumulate(reached, grads, taken)
+        for leaf, s, (grad, continues) in zip(reached, curvatures, before, strict=False):
+            to_old = continues and leaf.grad is grad  # a hook may have cleared it
             leaves.add(leaf, leaves.owned(s, leaf, taken), to_old=to_old, method=self.settings.method)
         return result.restored(returned)
 
@@ -285,10 +302,7 @@ def _has_hooks(leaf: Tensor) -> bool:
 
 @contextmanager
 def _undone_on_error(leaves: Sequence[Tensor]) -> Iterator[None]:
-    """Gradients are what they were if a hook raises; without hooks nothing can."""
-    if not any(map(_has_hooks, leaves)):
-        yield
-        return
+    """Gradients are what they were if a hook raises."""
     before = [(leaf, leaf.grad, None if leaf.grad is None else leaf.grad.clone()) for leaf in leaves]
     try:
         yield
@@ -298,23 +312,30 @@ def _undone_on_error(leaves: Sequence[Tensor]) -> Iterator[None]:
         raise
 
 
-def _accumulate(leaf: Tensor, grad: Tensor, taken: set[int]) -> None:
-    """As torch does at the end of a backward pass."""
-    if _has_hooks(leaf):
-        torch.autograd.backward([leaf], [grad])
-    elif leaf.grad is None:
-        leaf.grad = leaves.owned(grad, leaf, taken)
-    else:
-        leaf.grad.add_(grad)
+def _accumulate(reached: Sequence[Tensor], grads: Sequence[Tensor], taken: set[int]) -> None:
+    """As torch does at the end of a backward pass; where there are hooks, torch itself does it."""
+    pairs = [*zip(reached, grads, strict=True)]
+    hooked = [(leaf, grad) for leaf, grad in pairs if _has_hooks(leaf)]
+    with _undone_on_error([leaf for leaf, _ in hooked]):
+        if hooked:
+            torch.autograd.backward(*map(list, zip(*hooked, strict=True)))  # type: ignore[arg-type]
+    for leaf, grad in pairs:
+        if _has_hooks(leaf):
+            continue
+        if leaf.grad is None:
+            leaf.grad = leaves.owned(grad, leaf, taken)
+        else:
+            leaf.grad.add_(grad)
 
 
 def _refuse(model: nn.Module, settings: Settings) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(_NOT_A_MODULE.format(kind=type(model).__name__))
-    checked_rank(settings.rank)
+    if checked_rank(settings.rank) and settings.dynamic:
+        raise ValueError(_SIZES)
     if settings.missing == "sample":
         raise ValueError(_SAMPLE)
-    if hasattr(model, "_orig_mod"):
+    if any(hasattr(module, "_orig_mod") for module in model.modules()):
         raise ValueError(_COMPILED)
     if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules()):
         raise NotImplementedError(_DDP)
@@ -322,16 +343,14 @@ def _refuse(model: nn.Module, settings: Settings) -> None:
         raise NotImplementedError(_SHARDED)
 
 
-def _refuse_shared(inputs: Sequence[Tensor], overwritten: Sequence[int]) -> None:
+def _refuse_shared(inputs: Sequence[Tensor], program: Program) -> None:
     """Each input was a tensor of its own while tracing: what is written to one must not show up in another."""
-    users = Counter(map(storage_id, inputs)) if overwritten else Counter()
-    if any(users[storage_id(inputs[index])] > 1 for index in overwritten):
+    if not program.overwritten and not program.overwritten_constants:
+        return
+    users = Counter((*map(storage_id, inputs), *program.constants))
+    written = (*(storage_id(inputs[index]) for index in program.overwritten), *program.overwritten_constants)
+    if any(users[memory] > 1 for memory in written):
         raise ValueError(_SHARED)
-
-
-def _constants(module: torch.fx.GraphModule) -> Iterator[Tensor]:
-    names = {str(node.target) for node in module.graph.nodes if node.op == "get_attr"}
-    return (value for value in (getattr(module, name) for name in names) if isinstance(value, Tensor))
 
 
 def _name(function: Callable[..., Any]) -> str:

@@ -5,9 +5,8 @@ The graph is what torch's operations were while the ordinary pass ran once, on t
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -18,11 +17,15 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.utils import _pytree as pytree
 
 from ..backward import NO_GRAPH, derivatives
-from ..graph import LEAF, edge_of, storage_id, trace
+from ..graph import LEAF, edge_of, trace
 from .backend import Guard, stand_ins, value_errors, without_mkldnn
-from .call import Call
-from .facts import objects_around
-from .real import ValueOfConstantError, left_alone
+from .bound import Bound
+from .call import Call, refuse_views
+from .facts import parameters_as_keys
+from .restoring import left_as_it_was, open_modules, open_objects
+from .result import Result, taken_apart
+from .watching import ValueOfConstantError, Watch, Withheld
+from .written_graph import constants, holds_generator, relaxed
 
 _MODEL: Final = "model"
 _VALUES = (
@@ -44,39 +47,14 @@ _STRANGER = (
     "the loss depends on a tensor of shape {shape} that requires grad but is neither a parameter of the model nor an "
     "argument: make it one of the two, or detach it"
 )
-_CHANGED = "the forward pass replaces the buffer {name!r} by one of another shape or dtype, which cannot be compiled"
-_APPEARED = (
-    "the forward pass adds or removes the buffer {name!r}, which cannot be compiled: run the model once before, or "
-    "register the buffer as a tensor"
-)
-_HIDDEN = (
-    "loss_fn returns a {kind} that holds tensors, which cannot be compiled: return them in tuples, lists or dicts, or "
-    "register the class with torch.utils._pytree"
+_AS_KEYS = (
+    "loss_fn or the model looks parameters up in a set or dict that has them as keys, and while it is compiled others "
+    "stand in for them: look them up by name, or note on each what is to be known (p.decay = False)"
 )
 _SYMBOLS = (
     "an operation needs a size or a number that is not known while it is compiled ({error}): leave dynamic=True out, "
     "compute with masks instead of selecting by them, or call hesscale.backward instead"
 )
-
-
-@dataclass(frozen=True)
-class Result:
-    """What comes out of a graph beside its tensors: how many leaves are reached, and what loss_fn returns."""
-
-    reached: tuple[bool, ...]  # for each leaf
-    values: tuple[_Constant | _Tensor, ...]  # what loss_fn returns
-    structure: Any
-
-    @property
-    def count(self) -> int:
-        """Of the tensors among what loss_fn returns."""
-        return sum(isinstance(value, _Tensor) for value in self.values)
-
-    def restored(self, tensors: Sequence[Tensor]) -> Any:
-        """What loss_fn returns, made of its tensors."""
-        rest = iter(tensors)
-        values = [value.value if isinstance(value, _Constant) else value.read(next(rest)) for value in self.values]
-        return pytree.tree_unflatten(values, self.structure)
 
 
 @dataclass(frozen=True)
@@ -87,52 +65,6 @@ class Traced:
     result: Result
     inputs: Sequence[Tensor]  # without values
     guard: Guard  # of the batch: whether the graph holds for it
-    overwritten: tuple[int, ...]  # which of the inputs the graph writes to
-
-
-@dataclass(frozen=True)
-class _Constant:
-    value: Any
-
-
-@dataclass(frozen=True)
-class _Tensor:
-    """A tensor, or a number that depends on data or on sizes of the batch, and leaves the graph as one."""
-
-    is_number: bool
-
-    def read(self, tensor: Tensor) -> Any:
-        return tensor.item() if self.is_number else tensor
-
-
-class _Bound(nn.Module):
-    """A loss function as a module, so that torch can put other tensors in the place of the model's."""
-
-    def __init__(self, loss_fn: Callable[..., Any], model: nn.Module) -> None:
-        super().__init__()
-        self.loss_fn, self.model = loss_fn, model
-
-    def forward(self, args: Any, kwargs: Any, given: Mapping[str, Tensor], guarded: AbstractContextManager[Any]) -> Any:
-        before = _buffer_names(self.model)
-        with guarded:
-            result = self.loss_fn(self.model, *args, **kwargs)
-        for name in before ^ _buffer_names(self.model):
-            raise ValueError(_APPEARED.format(name=name))
-        with torch.no_grad():
-            for name, buffer in self.model.named_buffers():
-                if name in given and buffer is not given[name]:
-                    _replace(name, given[name], buffer)
-        return result
-
-
-def _buffer_names(model: nn.Module) -> set[str]:
-    return {name for name, _ in model.named_buffers(remove_duplicate=False)}
-
-
-def _replace(name: str, buffer: Tensor, found: Tensor) -> None:
-    if buffer.shape != found.shape or buffer.dtype is not found.dtype:
-        raise ValueError(_CHANGED.format(name=name))
-    buffer.copy_(found)
 
 
 def trace_call(
@@ -150,33 +82,36 @@ def trace_call(
     A graph takes ``call.inputs``, writes to buffers, and returns a tuple: the tensors of what loss_fn returns, one
     gradient for each leaf that is reached, and as many curvatures.
     """
+    if parameters_as_keys(loss_fn, model):
+        raise ValueError(_AS_KEYS)
     results: list[Result] = []
-    bound = _Bound(loss_fn, model)
+    bound = Bound(loss_fn, model, open_modules(loss_fn, model, call))
+    state = [*call.parameters.values(), *call.buffers.values()]
+    inputs, guard = stand_ins(state, call.batch) if dynamic else stand_ins(call.inputs)
+    watch = Watch(call.leaves, inputs)
 
     def run(*inputs: Tensor) -> tuple[Tensor, ...]:
         given, args, kwargs, leaves = _unpack(call, inputs)
         with torch.enable_grad():
             state = {f"{_MODEL}.{name}": tensor for name, tensor in given.items()}
-            returned = functional_call(bound, state, (args, kwargs, given, guarded))
+            returned = functional_call(bound, state, (args, kwargs, watch.over(leaves)))
         before = _nodes_so_far()
         loss = _loss_of(returned)
         _refuse_strangers(loss, leaves)
         grads, curvatures = _pass(loss, leaves, with_curvature, _outputs(output, returned), options)
         _refuse_sparse(grads)
         _refuse_redrawn(before)
-        found, structure = pytree.tree_flatten(returned)
-        reached = tuple(grad is not None for grad in grads)
-        kept = tuple(map(_kept, found))
-        results.append(Result(reached, kept, structure))
-        tensors = [_as_tensor(value) for value, how in zip(found, kept, strict=True) if isinstance(how, _Tensor)]
+        result, tensors = taken_apart(returned, tuple(grad is not None for grad in grads))
+        results.append(result)
         return *tensors, *(t for t in (*grads, *curvatures) if t is not None)
 
-    state = [*call.parameters.values(), *call.buffers.values()]
-    inputs, guard = stand_ins(state, call.batch) if dynamic else stand_ins(call.inputs)
-    with _left_as_it_was(_open_objects(loss_fn, model, call)), left_alone() as guarded, _traceable():
+    with left_as_it_was(open_objects(loss_fn, model, call)), watch.undone(), _traceable():
         module = _write_down(run, inputs, dynamic=dynamic)
-    _refuse_generators(module)
-    return Traced(_relaxed(module), results[-1], inputs, guard(), _overwritten(module))
+        watch.refuse_state(constants(module))
+    refuse_views(constants(module))
+    if holds_generator(module):  # made and seeded in loss_fn, compiled calls would draw on instead of again
+        raise RuntimeError(_GENERATOR)
+    return Traced(relaxed(module), results[-1], inputs, guard())
 
 
 def _unpack(call: Call, inputs: Sequence[Tensor]) -> tuple[dict[str, Tensor], Any, Any, list[Tensor]]:
@@ -206,74 +141,17 @@ def _write_down(run: Callable[..., Any], inputs: Sequence[Tensor], *, dynamic: b
         raise RuntimeError(_SYMBOLS.format(error=str(error).splitlines()[0])) from error
 
 
-def _relaxed(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """The same graph, in which views may become copies, wherever nothing is written to their memory afterwards.
-
-    A backend may lay tensors out otherwise than they were while tracing (Inductor does so with ``cat``), and a view
-    that was one then need not be one any more.
-    """
-    written: set[int | None] = set()
-    for node in reversed(module.graph.nodes):
-        if node.target is torch.ops.aten.view.default and _memory(node) not in written:
-            node.target = torch.ops.aten.reshape.default
-        if hasattr(node.target, "_schema"):
-            written.update(_written_by(node))
-    module.recompile()
-    return module
-
-
-def _written_by(node: torch.fx.Node) -> Iterator[int | None]:
-    schema: Any = node.target._schema  # type: ignore[union-attr]
-    for argument, value in zip(schema.arguments, node.args, strict=False):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            yield _memory(value)
-    yield from (_memory(node.kwargs[a.name]) for a in schema.arguments if a.is_out and a.name in node.kwargs)
-
-
-def _overwritten(module: torch.fx.GraphModule) -> tuple[int, ...]:
-    written = {memory for node in module.graph.nodes if hasattr(node.target, "_schema") for memory in _written_by(node)}
-    inputs = (node for node in module.graph.nodes if node.op == "placeholder")
-    return tuple(index for index, node in enumerate(inputs) if _memory(node) in written)
-
-
-def _memory(node: Any) -> int | None:
-    value = node.meta.get("val") if isinstance(node, torch.fx.Node) else None
-    return storage_id(value) if isinstance(value, Tensor) else None
-
-
-_NUMBERS: Final[Mapping[type, torch.dtype]] = {
-    torch.SymInt: torch.int64,
-    torch.SymFloat: torch.float64,
-    torch.SymBool: torch.bool,
-}
-
-
-def _kept(value: Any) -> _Constant | _Tensor:
-    is_number = type(value) in _NUMBERS
-    if is_number or isinstance(value, Tensor):
-        return _Tensor(is_number)
-    held = value if isinstance(value, (set, frozenset)) else getattr(value, "__dict__", ())
-    if any(isinstance(one, Tensor) or type(one) in _NUMBERS for one in pytree.tree_leaves(_listed(held))):
-        raise TypeError(_HIDDEN.format(kind=type(value).__name__))
-    return _Constant(value)
-
-
-def _listed(held: Any) -> list[Any]:
-    return list(held.values() if isinstance(held, Mapping) else held)
-
-
-def _as_tensor(value: Any) -> Tensor:
-    if isinstance(value, Tensor):
-        return value.detach()
-    return torch.full((), value, dtype=_NUMBERS[type(value)])
-
-
 def _leaf(stand_in: Tensor, like: Tensor, leaves: list[Tensor]) -> Tensor:
-    """An alias that requires grad if ``like`` does, noted among the leaves; a gradient stops at it."""
-    if not like.requires_grad:
-        return stand_in
-    leaves.append(stand_in.detach().requires_grad_())
-    return leaves[-1]
+    """The stand-in, dressed like ``like``; if that requires grad an alias, noted among the leaves, where it stops."""
+    if like.requires_grad:
+        stand_in = stand_in.detach().requires_grad_()
+        leaves.append(stand_in)
+    vars(stand_in).update(vars(like))
+    if like.requires_grad:
+        vars(stand_in)["curvature"] = Withheld()
+    if isinstance(like, nn.Parameter):
+        stand_in._is_param = True
+    return stand_in
 
 
 def _loss_of(returned: Any) -> Tensor:
@@ -321,52 +199,12 @@ def _refuse_sparse(grads: Sequence[Tensor | None]) -> None:
         raise ValueError(_SPARSE)
 
 
-def _refuse_generators(module: torch.fx.GraphModule) -> None:
-    """Where one was made and seeded in ``loss_fn``, compiled calls would draw on instead of again."""
-    for node in module.graph.nodes:
-        given = (
-            [getattr(module, str(node.target), None)] if node.op == "get_attr" else [*node.args, *node.kwargs.values()]
-        )
-        if any(isinstance(value, torch.Generator) for value in given):
-            raise RuntimeError(_GENERATOR)
-
-
 def _refuse_strangers(loss: Tensor, leaves: Sequence[Tensor]) -> None:
     known = {id(leaf) for leaf in leaves}
     for node in trace(edge_of(loss)[0]).nodes:
         variable: Any = getattr(node, "variable", None) if node.name() == LEAF else None
         if variable is not None and id(variable) not in known:
             raise ValueError(_STRANGER.format(shape=tuple(variable.shape)))
-
-
-def _open_objects(loss_fn: Callable[..., Any], model: nn.Module, call: Call) -> Iterator[Any]:
-    """Whatever a forward pass may set attributes of."""
-    for found in (model, *call.values, *objects_around(loss_fn)):
-        if isinstance(found, nn.Module):
-            yield from found.modules()
-        elif not isinstance(found, Tensor):
-            yield found
-
-
-@contextmanager
-def _left_as_it_was(objects: Iterable[Any]) -> Iterator[None]:
-    """Whatever a forward pass leaves in them would be tensors without values here, and counts once too often."""
-    before = [pair for one in objects for pair in _open_to_change(one)]
-    try:
-        yield
-    finally:
-        for own, contents in before:
-            own.clear()
-            own.update(contents) if isinstance(own, dict) else own.extend(contents)
-        torch.clear_autocast_cache()
-
-
-def _open_to_change(one: Any) -> Iterator[tuple[dict[str, Any] | list[Any], Any]]:
-    """Its attributes, and those that are lists or dicts, buffers among them, each with a copy of what is in it."""
-    own = getattr(one, "__dict__", {})
-    for held in (own, *own.values()):
-        if type(held) in (dict, OrderedDict, list):
-            yield held, held.copy()
 
 
 @contextmanager

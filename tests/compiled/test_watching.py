@@ -1,0 +1,482 @@
+"""What happens unseen while ``loss_fn`` runs is either done again by every compiled call, or refused."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import threading
+import types
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+import hesscale
+
+from .networks import assert_same, cross_entropy, pair, small, vectors
+
+
+class Rewired(nn.Module):
+    """Two layers, of which a third name is one; all parameters have one shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(4, 4).double() for _ in range(3))
+        self.active = self.a
+        self.c.weight = self.a.weight
+
+    def forward(self, x: Tensor) -> Any:
+        return self.c(self.active(x))
+
+
+def other_layer(model: Any) -> None:
+    model.active = model.b
+
+
+def other_weight(model: Any) -> None:
+    model.c.weight = model.b.weight
+
+
+@pytest.mark.parametrize("rewire", [other_layer, other_weight])
+def test_what_is_tied_anew_is_seen(rewire: Callable[[nn.Module], None]) -> None:
+    ours, theirs, step = pair(Rewired())
+    for _ in range(2):
+        step(*vectors(6))
+        hesscale.backward(cross_entropy(theirs, *vectors(6)))
+        assert_same(ours, theirs)
+        for model in (ours, theirs):
+            model.zero_grad()
+            rewire(model)
+    assert step.compilations == 2
+
+
+class Remembering(nn.Module):
+    """Buffers that a forward pass replaces: by each other, and two of them by one tensor."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.inner, self.way = nn.Linear(4, 3).double(), way
+        self.last, self.before, self.best = (nn.Buffer(torch.full((3,), n, dtype=torch.float64)) for n in (0.0, 1, 2))
+
+    def forward(self, x: Tensor) -> Any:
+        z = self.inner(x) - self.last - 2 * self.before + 3 * self.best
+        if self.way == "shift":
+            self.before = self.last
+            self.last = z.detach().mean(0)
+        elif self.way == "swap":
+            self.last, self.before = self.before, self.last
+        else:
+            self.last = z.detach().mean(0)
+            self.best = self.last
+        return z
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("way", ["shift", "swap", "one for two"])
+def test_buffers_that_replace_each_other(way: str, backend: str) -> None:
+    ours, theirs, step = pair(Remembering(way), backend=backend)
+    for _ in range(3):
+        step(*vectors(6))
+        hesscale.backward(cross_entropy(theirs, *vectors(6)))
+        torch.testing.assert_close(dict(ours.named_buffers()), dict(theirs.named_buffers(remove_duplicate=False)))
+
+
+class Centered(nn.Module):
+    """A criterion that keeps a mean of what it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.center = nn.Buffer(torch.zeros(3, dtype=torch.float64))
+
+    def forward(self, z: Tensor) -> Tensor:
+        loss = (z - self.center).square().mean()
+        self.center = 0.9 * self.center + 0.1 * z.detach().mean(0)
+        return loss
+
+
+def test_buffers_of_a_criterion_beside_the_model_are_replaced() -> None:
+    model, criterion, other = small(), Centered(), Centered()
+    step = hesscale.compile(lambda m, x: criterion(m(x)), model, backend="eager")
+    for seed in range(3):
+        x = vectors(5 + seed)[0]
+        torch.testing.assert_close(step(x), other(model(x)).detach())
+        torch.testing.assert_close(criterion.center, other.center)
+
+
+def test_what_is_noted_on_parameters_is_seen() -> None:
+    model, x = small(), vectors(6)[0]
+    for name, p in model.named_parameters():
+        p.decay = name.endswith("weight")  # type: ignore[attr-defined]
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        decayed = [p for p in model.parameters() if p.decay and isinstance(p, nn.Parameter)]  # type: ignore[attr-defined]
+        return model(x).square().mean() + sum(p.square().sum() for p in decayed)
+
+    step = hesscale.compile(loss_fn, model, backend="eager")
+    for decays in (False, True):
+        model[0].bias.decay = decays  # type: ignore[union-attr, assignment]
+        torch.testing.assert_close(step(x), loss_fn(model, x).detach())
+
+
+SCALE = 1.0
+
+
+def test_names_in_comprehensions_and_defaults_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def loss_fn(model: nn.Module, x: Tensor, *, power: float = 2.0) -> Tensor:
+        return sum([SCALE * z.pow(power).mean() for z in (model(x),)])  # type: ignore[return-value]
+
+    model, x = small(), vectors(6)[0]
+    step = hesscale.compile(loss_fn, model, backend="eager")
+    torch.testing.assert_close(step(x), loss_fn(model, x).detach())
+    monkeypatch.setitem(globals(), "SCALE", 10.0)
+    torch.testing.assert_close(step(x), loss_fn(model, x).detach())
+    loss_fn.__kwdefaults__["power"] = 4.0
+    torch.testing.assert_close(step(x), loss_fn(model, x).detach())
+
+
+class Weight:
+    factor = 1.0
+
+    def apply(self, z: Tensor) -> Tensor:
+        return self.factor * z
+
+
+def test_functions_among_arguments_and_around_output_are_seen() -> None:
+    model, x, weight, place = small(), vectors(6)[0], Weight(), 0
+    step = hesscale.compile(lambda m, x, f: f(m(x)).square().mean(), model, backend="eager")
+    for factor in (1.0, 10.0):
+        weight.factor = factor
+        torch.testing.assert_close(step(x, weight.apply), (factor * model(x)).square().mean().detach())
+
+    def loss_fn(model: Any, x: Tensor) -> Any:
+        hidden = model[1](model[0](x))
+        out = model[2](hidden).tanh()
+        return out.square().mean(), hidden, out
+
+    ours, theirs = small(), small()
+    gauss_newton = hesscale.compile(
+        loss_fn, ours, backend="eager", method="hesscale_gn", output=lambda loss, *two: two[place]
+    )
+    for place in (0, 1):
+        gauss_newton(x)
+        loss, *two = loss_fn(theirs, x)
+        hesscale.backward(loss, method="hesscale_gn", output=two[place])
+        assert_same(ours, theirs)
+        ours.zero_grad()
+        theirs.zero_grad()
+
+
+def test_a_tensor_of_the_closure_with_new_memory_is_seen() -> None:
+    model, x, weights = small(), vectors(6)[0], torch.ones(4, dtype=torch.float64)
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        return (model(x) * weights.sum() / weights.numel() ** 2).square().mean()
+
+    step = hesscale.compile(loss_fn, model, backend="eager")
+    step(x)
+    weights.data = torch.ones(8, dtype=torch.float64)
+    torch.testing.assert_close(step(x), loss_fn(model, x).detach())
+
+
+def test_signs_of_zeros_matter_and_nan_is_one_number() -> None:
+    step = hesscale.compile(lambda m, x, scale: (m(x) * scale).square().mean(), small(), backend="eager")
+    for scale in (0.0, -0.0, float("nan"), -float("nan")):
+        step(vectors(6)[0], scale)
+    assert step.compilations == 3
+
+
+MODES = {1: ("linear",), 2: ("bilinear", "bicubic", "nearest"), 3: ("trilinear",)}
+
+
+@pytest.mark.parametrize(("dims", "mode"), [(dims, mode) for dims, modes in MODES.items() for mode in modes])
+def test_interpolation_of_any_size_is_one_operation(dims: int, mode: str) -> None:
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        return F.interpolate(model(x), scale_factor=2, mode=mode).square().mean()
+
+    ours = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1](1, 2, 1).double()
+    theirs = copy.deepcopy(ours)
+    step = hesscale.compile(loss_fn, ours, backend="eager", dynamic=True)
+    for size in (4, 3):
+        x = torch.randn(2, 1, *[size] * dims, dtype=torch.float64)
+        step(x)
+        hesscale.backward(loss_fn(theirs, x))
+        assert_same(ours, theirs, torch.allclose)
+
+
+def test_an_argument_of_any_size_gets_curvature() -> None:
+    model = small()
+    step = hesscale.compile(lambda m, x: m(x).square().mean(), model, backend="eager", dynamic=True)
+    for count in (5, 3, 7):
+        ours, theirs = (vectors(count)[0].requires_grad_() for _ in range(2))
+        step(ours)
+        hesscale.backward(model(theirs).square().mean())
+        torch.testing.assert_close(ours.curvature, theirs.curvature)  # type: ignore[attr-defined]
+    assert step.compilations == 1
+
+
+def test_a_hook_that_clears_a_gradient_starts_curvature_afresh() -> None:
+    ours, theirs, step = pair(small())
+    for model in (ours, theirs):
+        bias: Any = model[2].bias  # type: ignore[index]
+        bias.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    for _ in range(3):
+        step(*vectors(6))
+        hesscale.backward(cross_entropy(theirs, *vectors(6)))
+        assert_same(ours, theirs)
+
+
+def test_hooks_of_several_parameters_run_once() -> None:
+    model, calls = small(), []
+    for p in model.parameters():
+        p.register_hook(lambda grad: None)
+    torch.autograd.graph.register_multi_grad_hook([*model.parameters()], lambda grads: calls.append(len(grads)))
+    hesscale.compile(cross_entropy, model, backend="eager")(*vectors(6))
+    assert calls == [4]
+
+
+class Replacing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = small()
+
+    def forward(self, x: Tensor) -> Any:
+        self.inner = self.inner[:1]
+        return self.inner(x)
+
+
+class TwoNames(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = small()
+        self.first = nn.Buffer(torch.ones(3, dtype=torch.float64))
+        self.second = self.first
+
+    def forward(self, x: Tensor) -> Any:
+        self.second = self.second * 2
+        return self.inner(x) * self.first
+
+
+class Clipped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = small()
+
+    def forward(self, x: Tensor) -> Any:
+        weight: Any = self.inner[0].weight
+        weight.data = weight.data.clamp(-0.1, 0.1)
+        return self.inner(x)
+
+
+def square(model: nn.Module, x: Tensor) -> Tensor:
+    loss: Tensor = model(x).square().mean()
+    return loss
+
+
+def with_backward(model: nn.Module, x: Tensor) -> Tensor:
+    z = x.clone().requires_grad_()
+    square(model, z).backward()
+    return square(model, x)
+
+
+def seeded(model: nn.Module, x: Tensor) -> Tensor:
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        return square(model, x + torch.randn_like(x))
+
+
+def seeded_for_good(model: nn.Module, x: Tensor) -> Tensor:
+    torch.manual_seed(7)
+    return square(model, x)
+
+
+def by_gradient(model: nn.Module, x: Tensor) -> Tensor:
+    return square(model, x) + sum((p * p.grad).sum() for p in model.parameters() if p.grad is not None)
+
+
+def by_curvature(model: nn.Module, x: Tensor) -> Tensor:
+    return square(model, x) + sum((p.square() * p.curvature).sum() for p in model.parameters())  # type: ignore[attr-defined]
+
+
+def clearing(model: nn.Module, x: Tensor) -> Tensor:
+    model.zero_grad()
+    return square(model, x)
+
+
+def freezing(model: Any, x: Tensor) -> Tensor:
+    model[0].weight.requires_grad_(False)
+    return square(model, x)
+
+
+REFUSED: dict[str, tuple[Callable[..., Any], Callable[[], nn.Module], str]] = {
+    "a module is replaced": (square, Replacing, "replaces the parameter or module 'inner'"),
+    "a buffer of two names": (square, TwoNames, "the buffer 'second', which has a second name"),
+    "data is set": (square, Clipped, "sets x.data"),
+    "backward within": (with_backward, small, "runs backward"),
+    "a seed within": (seeded, small, "seeds torch's random numbers"),
+    "a seed that stays": (seeded_for_good, small, "seeds torch's random numbers"),
+    "gradients are read": (by_gradient, small, "reads or clears the gradient"),
+    "curvature is read": (by_curvature, small, "reads or clears the gradient or curvature"),
+    "gradients are cleared": (clearing, small, "reads or clears the gradient"),
+    "parameters are frozen": (freezing, small, "sets requires_grad"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_graph_would_not_do_again_is_refused(name: str) -> None:
+    loss_fn, make, message = REFUSED[name]
+    model, x = make(), vectors(6)[0]
+    if name == "gradients are cleared":
+        hesscale.backward(square(model, x))
+    before, state = copy.deepcopy(model), torch.get_rng_state()
+    for p, q in zip(model.parameters(), before.parameters(), strict=True):  # deepcopy leaves these out
+        q.grad, q.curvature = p.grad, getattr(p, "curvature", None)  # type: ignore[attr-defined]
+    inner = dict(model.named_modules())
+    with pytest.raises((RuntimeError, ValueError), match=message):
+        hesscale.compile(loss_fn, model, backend="eager")(x)
+    assert_same(model, before)
+    assert all(p.requires_grad for p in model.parameters())
+    assert dict(model.named_modules()) == inner
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_parameters_as_keys_are_refused() -> None:
+    model, x = small(), vectors(6)[0]
+    undecayed = {p for p in model.parameters() if p.dim() == 1}
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        return square(model, x) + sum(p.square().sum() for p in model.parameters() if p not in undecayed)
+
+    with pytest.raises(ValueError, match="looks parameters up in a set or dict"):
+        hesscale.compile(loss_fn, model, backend="eager")(x)
+
+
+def test_an_optimizer_within_the_loss_is_refused() -> None:
+    model, x = small(), vectors(6)[0]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hesscale.backward(square(model, x))
+    before = [p.grad for p in model.parameters()]
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        return square(model, x)
+
+    with pytest.raises(RuntimeError, match="reads or clears the gradient"):
+        hesscale.compile(loss_fn, model, backend="eager")(x)
+    assert all(p.grad is grad for p, grad in zip(model.parameters(), before, strict=True))
+
+
+def test_memory_that_a_closure_shares_with_what_is_written_to_is_refused() -> None:
+    model = nn.Sequential(small(), nn.BatchNorm1d(3).double())
+    mean: Any = model[1].running_mean
+    with pytest.raises(ValueError, match="shares its memory"):
+        hesscale.compile(lambda m, x: (m(x) - mean).square().mean(), model, backend="eager")(vectors(6)[0])
+    total = torch.ones(3, dtype=torch.float64)
+
+    def loss_fn(model: nn.Module, x: Tensor, weights: Tensor) -> Tensor:
+        total[1:].add_(1)
+        return (model(x) * weights).square().mean()
+
+    step = hesscale.compile(loss_fn, small(), backend="eager")
+    with pytest.raises(ValueError, match="shares its memory"):
+        step(vectors(6)[0], total)
+    assert total.tolist() == [1, 1, 1]
+    step(vectors(6)[0], total.clone())
+    assert total.tolist() == [1, 2, 2]
+
+
+class Subclass(Tensor):
+    pass
+
+
+def test_tensors_of_other_kinds_are_refused() -> None:
+    model, (x, _) = small(), vectors(6)
+    negative = torch.randn(3, dtype=torch.complex128).conj().imag
+    step = hesscale.compile(square, model, backend="eager")
+    with pytest.raises(TypeError, match="is a Subclass"):
+        step(x.as_subclass(Subclass))  # type: ignore[no-untyped-call]
+    with pytest.raises(ValueError, match="sparse or nested"):
+        step(x.to_sparse())
+    with pytest.raises(ValueError, match="conjugate or negative view"):
+        hesscale.compile(lambda m, x: square(m, x) + negative.sum(), model, backend="eager")(x)
+    model.register_buffer("negative", negative)
+    with pytest.raises(ValueError, match="conjugate or negative view"):
+        step(x)
+    with pytest.raises(ValueError, match="pass one of the two"):
+        hesscale.compile(square, small(), backend="eager", dynamic=True, rank=1)
+
+
+def test_a_cache_that_was_filled_while_compiling_is_named() -> None:
+    @functools.lru_cache
+    def positions(count: int) -> Tensor:
+        return torch.arange(count, dtype=torch.float64)
+
+    step = hesscale.compile(lambda m, x: (m(x) + positions(3)).square().mean(), small(), backend="eager")
+    step(vectors(6)[0])
+    with pytest.raises(RuntimeError, match="clear the cache, and fill it before"):
+        step(vectors(5)[0])
+    positions.cache_clear()
+    positions(3)
+    step(vectors(5)[0])
+    step(vectors(4)[0])
+
+
+class Logging(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = small()
+        self.last: deque[Tensor] = deque(maxlen=2)
+        self.logs: dict[str, list[Tensor]] = {"z": []}
+        self.notes = types.SimpleNamespace(hidden=None, seen=set())
+
+    def forward(self, x: Tensor) -> Any:
+        z = self.inner(x)
+        self.last.append(z)
+        self.logs["z"].append(z)
+        self.notes.hidden = z
+        self.notes.seen.add(z)
+        return z
+
+
+def test_nothing_of_a_trace_stays_in_containers_and_objects() -> None:
+    model = Logging()
+    hesscale.compile(square, model, backend="eager")(vectors(6)[0])
+    assert not model.last and model.logs == {"z": []} and model.notes.hidden is None and not model.notes.seen
+
+
+def test_cached_parametrizations_keep_their_values() -> None:
+    model, (x, y) = nn.Linear(4, 3).double(), vectors(6)
+    parametrize.register_parametrization(model, "weight", nn.Tanh())
+    step = hesscale.compile(cross_entropy, model, backend="eager")
+    with parametrize.cached():
+        before = model(x)
+        torch.testing.assert_close(step(x, y), F.cross_entropy(before, y).detach())
+        assert torch.equal(model(x), before)
+
+
+def test_two_threads_trace_one_after_the_other() -> None:
+    enabled, failures, running = torch.backends.mkldnn.enabled, [], []
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        running.append(threading.get_ident())
+        assert len({*running}) == 1
+        loss = square(model, x)
+        running.clear()
+        return loss
+
+    def run() -> None:
+        try:
+            hesscale.compile(loss_fn, small(), backend="eager")(vectors(6)[0])
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == [] and torch.backends.mkldnn.enabled == enabled
