@@ -15,6 +15,7 @@ from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
 from .columns.dial import Rank, checked_rank, make_dial
 from .graph import edge_of, is_transformed
@@ -24,6 +25,7 @@ from .walk import INFERENCE, Walk
 
 _torch_backward = torch.autograd.backward  # torch's own, also while an optimizer is armed
 Tensors = Tensor | Sequence[Tensor]
+Outputs = Tensor | GradientEdge | Sequence[Tensor | GradientEdge]
 Missing = Literal["raise", "exact", "sample"]
 
 
@@ -33,7 +35,7 @@ def backward(
     curvature: Tensor | None = None,
     *,
     method: str = "hesscale",
-    output: Tensors | None = None,
+    output: Outputs | None = None,
     inputs: Tensors | None = None,
     retain_graph: bool = False,
     missing: Missing = "raise",
@@ -76,7 +78,7 @@ def attach(
     *,
     curvature: Tensor | None = None,
     method: str = "hesscale",
-    output: Tensors | None = None,
+    output: Outputs | None = None,
     missing: Missing = "raise",
     rank: Rank = 0,
     generator: torch.Generator | None = None,
@@ -106,7 +108,7 @@ def diagonal(
     curvature: Tensor | None = ...,
     *,
     method: str = ...,
-    output: Tensors | None = ...,
+    output: Outputs | None = ...,
     retain_graph: bool = ...,
     missing: Missing = ...,
     rank: Rank = ...,
@@ -122,7 +124,7 @@ def diagonal(
     curvature: Tensor | None = ...,
     *,
     method: str = ...,
-    output: Tensors | None = ...,
+    output: Outputs | None = ...,
     retain_graph: bool = ...,
     missing: Missing = ...,
     rank: Rank = ...,
@@ -137,7 +139,7 @@ def diagonal(
     curvature: Tensor | None = None,
     *,
     method: str = "hesscale",
-    output: Tensors | None = None,
+    output: Outputs | None = None,
     retain_graph: bool = False,
     missing: Missing = "raise",
     rank: Rank = 0,
@@ -178,7 +180,7 @@ def derivatives(
     curvature: Tensor | None = None,
     *,
     method: str = "hesscale",
-    output: Tensors | None = None,
+    output: Outputs | None = None,
     retain_graph: bool = False,
     missing: Missing = "raise",
     rank: Rank = 0,
@@ -213,10 +215,10 @@ _TRANSFORMED = (
 NO_GRAPH = "there is no graph to walk: the loss does not require grad (was it computed under no_grad, or detached?)"
 
 
-def _as_tuple(tensors: Tensors | None) -> tuple[Tensor, ...]:
+def _as_tuple(tensors: Any) -> tuple[Any, ...]:
     if tensors is None:
         return ()
-    return (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
+    return (tensors,) if isinstance(tensors, (Tensor, GradientEdge)) else tuple(tensors)
 
 
 def _check_scalar(y: Tensor, gradient: Tensor | None) -> None:
@@ -249,7 +251,7 @@ def _arm(
     y: Tensor,
     curvature: Tensor | None,
     method: str,
-    output: Tensors | None,
+    output: Outputs | None,
     inputs: Sequence[Tensor] | None = None,
     *,
     missing: Missing,
@@ -261,7 +263,7 @@ def _arm(
     way = method_named(method)
     fallback = None if missing == "raise" else fallback_named(missing, generator)
     outputs = _as_tuple(output)
-    if not all(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in outputs):
+    if not all(isinstance(y, GradientEdge) or (isinstance(y, Tensor) and y.requires_grad) for y in outputs):
         raise ValueError("output must be a tensor (or several) of the loss's graph")
     seeded = curvature is not None
     targets = None if inputs is None else [edge_of(tensor) for tensor in inputs]

@@ -130,8 +130,10 @@ def _with_complex_marked(rows: Sequence[Row]) -> tuple[Row, ...]:
     return tuple((row[0] + mark, *row[1:]) for mark, row in zip(marks, rows, strict=True))
 
 
-def edge_of(tensor: Tensor) -> Edge:
+def edge_of(tensor: Tensor | GradientEdge) -> Edge:
     """The graph edge a tensor stands for; a leaf's edge leads to the node that accumulates its ``.grad``."""
+    if isinstance(tensor, GradientEdge):
+        return tensor.node, tensor.output_nr
     node = tensor.grad_fn
     if node is not None:
         return node, tensor.output_nr

@@ -1,8 +1,8 @@
 """Where curvature is kept: in ``p.curvature``, for as long as the gradient it belongs to.
 
 A pass adds to what is there if ``p.grad`` is still the gradient that earlier passes have filled, and starts afresh if
-it is another one, or has been set to zero. Curvature whose gradient is gone is cleared when the next pass of any model
-writes its own.
+it is another one, or has been set to zero (though not through ``.data``, which torch does not count). Curvature whose
+gradient is gone is cleared when the next pass of any model writes its own.
 """
 
 from __future__ import annotations

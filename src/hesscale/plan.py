@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from .errors import COMPLEX, OPAQUE, MissingRuleError
 from .graph import LEAF, LOW_PRECISION, Edge, Graph, Link, Row, edge_of, function_of, trace
@@ -95,7 +96,7 @@ def make_plan(
     y: Tensor,
     method: Method,
     *,
-    outputs: Sequence[Tensor] = (),
+    outputs: Sequence[Tensor | GradientEdge] = (),
     seeded: bool = False,
     targets: Sequence[Edge] | None = None,
     fallback: Rule | None = None,

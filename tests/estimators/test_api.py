@@ -181,21 +181,10 @@ def test_mistakes_are_named() -> None:
         hesscale.estimate("hesscale", model, lambda y, t: F.cross_entropy(y, t, reduction="none"), batch)
     with pytest.raises(ValueError, match="does not depend on any parameter"):
         hesscale.estimate("hessian", model, lambda y, t: y.detach().sum(), batch)
-    with pytest.raises(TypeError, match=r"tensor that requires grad, or a tuple of them, not dict"):
-        hesscale.estimate("ggn", Named(), lambda y, t: y["out"].sum(), (numbers(2, 3), None))
     with pytest.raises(ValueError, match=r"do not require grad: 0\.weight"):
         hesscale.estimate("hessian", mlp().requires_grad_(False), F.cross_entropy, batch, params=["0.weight"])
     with pytest.raises(ValueError, match="no parameter of the model requires grad"):
         hesscale.estimate("hessian", mlp().requires_grad_(False), F.cross_entropy, batch)
-
-
-class Named(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, 2, dtype=torch.float64)
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        return {"out": self.layer(x)}
 
 
 @pytest.mark.parametrize("method", ESTIMATORS)

@@ -300,3 +300,43 @@ def test_no_warning_is_left_to_chance() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         trained(hesscale.AdaHesScale)
+
+
+def test_a_group_that_is_refused_is_not_there() -> None:
+    p, q = (nn.Parameter(torch.ones(2)) for _ in range(2))
+    optimizer = hesscale.AdaHesScale([p], lr=0.1)
+    with pytest.raises(ValueError, match="lr must not be negative"):
+        optimizer.add_param_group({"params": [q], "lr": -1.0})
+    assert len(optimizer.param_groups) == 1
+    optimizer.add_param_group({"params": [q], "lr": 0.1})
+
+
+@pytest.mark.parametrize("scale", ["rms", "mean", "mean_abs"])
+@pytest.mark.parametrize("betas", [(0.0, 0.0), (0.3, 0.2), (0.9, 0.0)])
+@pytest.mark.parametrize("fused", [True, False])
+def test_averages_of_short_memory_do_not_cancel(scale: str, betas: tuple[float, float], fused: bool) -> None:
+    """From a large number to one that is below its last digit."""
+    p = nn.Parameter(torch.ones(1))
+    optimizer = hesscale.optim.CurvatureScaled([p], lr=0.1, betas=betas, scale=scale, fused=fused)
+    m = v = torch.zeros(1, dtype=torch.float64)
+    for value in (1.0, 1e-9):
+        p.grad, p.curvature = torch.full((1,), value), torch.full((1,), value)  # type: ignore[attr-defined]
+        optimizer.step()
+        m = betas[0] * m + (1 - betas[0]) * value
+        v = betas[1] * v + (1 - betas[1]) * (value**2 if scale == "rms" else value)
+    state = optimizer.state[p]
+    torch.testing.assert_close(state["exp_avg"].double(), m, rtol=1e-6, atol=0.0)
+    torch.testing.assert_close(state["exp_curvature"].double(), v, rtol=1e-6, atol=0.0)
+
+
+@pytest.mark.parametrize("scale", ["rms", "mean", "mean_abs"])
+def test_several_steps_can_be_differentiated(scale: str) -> None:
+    lr = torch.tensor(0.1, requires_grad=True)
+    start = torch.ones(3, requires_grad=True)
+    p = start.clone()
+    optimizer = hesscale.optim.CurvatureScaled([p], lr=lr, scale=scale, differentiable=True)
+    for step in range(3):
+        p.grad, p.curvature = torch.arange(1.0, 4.0) + step, torch.arange(2.0, 5.0)  # type: ignore[attr-defined]
+        optimizer.step()
+    (slope,) = torch.autograd.grad(p.sum(), lr)
+    assert slope.isfinite() and slope != 0

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev, vmap
 
-from ..estimators.api import Size, examples_in, fresh_generator, inputs_and_targets
+from ..estimators.api import Size, examples_in, fresh_generator, inputs_and_targets, size_of
 from ..estimators.problem import LossFunction, without_traces
 from .masks import alive
 from .over_batches import Batches, How, Progress, diagonal_over, on_device, reporter
@@ -53,7 +53,7 @@ def laplace(
     likelihood: str = "classification",
     prior_precision: float = 1.0,
     noise: float = 1.0,
-    examples: int | None = None,
+    examples: float | None = None,
     **how: Unpack[How],
 ) -> Posterior:
     """The posterior over the parameters of a trained model, from its training data, by ``method="hesscale_gn"``.
@@ -105,7 +105,7 @@ class _Seen:
 
     def __init__(self, model: nn.Module, loss_fn: LossFunction | None, likelihood: str) -> None:
         self._model, self._loss_fn, self._likelihood = model, loss_fn, likelihood
-        self.examples, self.total, self.outputs = 0, 0.0, 0
+        self.examples, self.total, self.outputs = 0.0, 0.0, 0
         self._size: Size | None = None
 
     def diagonal(self, batches: Batches | None, how: How) -> dict[str, Tensor]:
@@ -124,7 +124,7 @@ class _Seen:
             raise ValueError("the loader gave no examples")
         return {name: (h if given is None else given[name].detach()).to(_wide(h)) for name, h in found.items()}
 
-    def _mean(self, counted: Iterable[tuple[Any, int]], how: How) -> dict[str, Tensor]:
+    def _mean(self, counted: Iterable[tuple[Any, float]], how: How) -> dict[str, Tensor]:
         """Batches weigh as much as their examples; one whose labels are all ignored has no mean loss."""
         totals: dict[str, Tensor] = {}
         for batch, count in counted:
@@ -132,16 +132,16 @@ class _Seen:
             totals.update({name: totals.get(name, 0.0) + count * _wide(h) for name, h in part.items()})
         return {name: total / self.examples for name, total in totals.items()}
 
-    def _counted(self, batches: Batches, progress: Progress) -> Iterator[tuple[Any, int]]:
+    def _counted(self, batches: Batches, progress: Progress) -> Iterator[tuple[Any, float]]:
         """The same batches with the number of their examples, each noted before it is handed on."""
         report = reporter(batches, progress)
         for done, batch in enumerate(batches, start=1):
             yield batch, self._note(batch)
             report(done)
 
-    def _note(self, batch: Any) -> int:
+    def _note(self, batch: Any) -> float:
         inputs, targets = on_device(inputs_and_targets(batch), next(self._model.parameters()).device)
-        count = self._terms(inputs, targets) if self._size is None else int(self._size(batch))
+        count = self._terms(inputs, targets) if self._size is None else size_of(batch, self._size)
         self.examples += count
         if self._loss_fn is not None and count:
             with _untouched(self._model), torch.no_grad():
@@ -224,7 +224,7 @@ class Posterior:
     prior: Mapping[str, Tensor]  # τ, one number per parameter tensor
     likelihood: str
     noise: float
-    examples: int
+    examples: float
     outputs: int  # of the model for an example
     loss: float  # mean over the examples; nan if it is not known
     clamped: float  # the share of entries whose curvature was negative

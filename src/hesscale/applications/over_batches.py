@@ -107,7 +107,7 @@ class _MeanGradient:
     ) -> None:
         self._model, self._loss_fn, self._chosen, self._size = model, loss_fn, chosen, size
         self._totals = {name: torch.zeros_like(p, dtype=wide(p)) for name, p in chosen.items()}
-        self._count = 0
+        self._count = 0.0
 
     def passing(self, batches: Batches) -> Iterator[tuple[Any, Any]]:
         """The same batches, each counted before it is handed on."""
@@ -119,7 +119,7 @@ class _MeanGradient:
                 self._add(*inputs_and_targets(moved), examples)
             yield moved
 
-    def _add(self, inputs: Any, targets: Any, examples: int) -> None:
+    def _add(self, inputs: Any, targets: Any, examples: float) -> None:
         problem = Problem(self._model, self._loss_fn, inputs, targets, self._chosen, 1, torch.Generator())
         with without_traces(self._model):
             loss = problem.loss(problem.outputs())

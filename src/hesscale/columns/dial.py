@@ -169,7 +169,7 @@ def make_dial(
     if any(row[0].startswith("RegisterPostBackwardFunction") for row in graph.rows):
         raise RuntimeError(_SHARDED)
     wiring = wire(graph.rows, targets)
-    terms: Sequence[Any] = likelihoods_of(graph, wiring)[0]
+    terms: Sequence[Any] = likelihoods_of(graph, wiring).likelihoods
     places = frozenset(graph.places[term.node] for term in terms if isinstance(term, Blocks)) & counting
     if not places:
         raise ValueError(_NO_COLUMNS.format(rank="full" if rank == FULL else rank, known=known_likelihoods()))

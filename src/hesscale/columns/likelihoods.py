@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -290,11 +290,16 @@ def _normal_of_two(node: Any, wanted: Sequence[torch.Size | None]) -> NormalOfTw
     return NormalOfTwo(node) if square.name() == "PowBackward0" and square._saved_exponent == 2 else None
 
 
-def likelihoods_of(graph: Graph, wiring: Wiring) -> tuple[list[Likelihood], str | None]:
-    """The likelihoods a loss is linear in, and the first operation that is neither linear nor one of them, if any.
+class Terms(NamedTuple):
+    """What a loss is a sum of."""
 
-    Operations on scalars do not count: they weigh the loss.
-    """
+    likelihoods: list[Likelihood]  # in which it is linear
+    stranger: str | None  # the first operation that is neither linear nor one of them
+    reached: set[int]  # places that the loss is linear in
+
+
+def likelihoods_of(graph: Graph, wiring: Wiring) -> Terms:
+    """The likelihoods a loss is linear in. Operations on scalars do not count as others: they weigh the loss."""
     found: list[Likelihood] = []
     strangers: list[Any] = []
     reached = {0}
@@ -311,7 +316,7 @@ def likelihoods_of(graph: Graph, wiring: Wiring) -> tuple[list[Likelihood], str 
             strangers.append(node)
     variances = {own.edges[1] for own in found if isinstance(own, NormalOfTwo)}
     names = [node.name() for node in strangers if node.next_functions[0] not in variances]
-    return found, names[0] if names else None
+    return Terms(found, names[0] if names else None, reached)
 
 
 def known_likelihoods() -> str:

@@ -105,7 +105,7 @@ class Draws:
 
     def __init__(self, loss: Tensor, graph: Graph | None = None, wiring: Wiring | None = None) -> None:
         graph = trace(edge_of(loss)[0]) if graph is None else graph
-        self.terms, stranger = likelihoods_of(graph, wire(graph.rows) if wiring is None else wiring)
+        self.terms, stranger, _ = likelihoods_of(graph, wire(graph.rows) if wiring is None else wiring)
         if stranger is not None or not self.terms:
             ending = "is linear, without" if stranger is None else f"ends in {stranger}, which is neither linear nor"
             raise ValueError(f"no likelihood to draw from: the loss {ending} one of {known_likelihoods()}")

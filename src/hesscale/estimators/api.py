@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,8 +19,8 @@ from .sampled import ggn_mc, hutchinson
 Estimator = Callable[[Problem], Sequence[Tensor | None]]
 """From a problem to one diagonal per parameter; None where the loss does not depend on it."""
 
-Size = Callable[[Any], int | Tensor]
-"""How many examples a batch has."""
+Size = Callable[[Any], float | Tensor]
+"""What a batch counts for: how many examples it has, or the sum of their weights."""
 
 ESTIMATORS: Mapping[str, Estimator] = {
     "hesscale": hesscale,
@@ -97,7 +98,8 @@ def estimate_over(
 
     ``size`` says how many examples a batch has; without it, it is the length of the tensors in the targets (or in the
     inputs, if there are none), however deep in tuples and mappings. A loss that averages over something else needs it:
-    with ``ignore_index=-100``, ``size=lambda batch: (batch[1] != -100).sum()``. Batches of size 0 are left out.
+    with ``ignore_index=-100``, ``size=lambda batch: (batch[1] != -100).sum()``; with class weights w,
+    ``size=lambda batch: w[batch[1]].sum()``. Batches of size 0 are left out.
     ``progress`` is told how many batches are done.
 
     >>> model = nn.Linear(2, 1, bias=False)
@@ -108,7 +110,7 @@ def estimate_over(
     _check_method(method, "estimate_over(method, model, loss_fn, loader)")
     generator = fresh_generator() if generator is None else generator
     totals: dict[str, Tensor] = {}
-    count = 0
+    count = 0.0
     for done, batch in enumerate(loader, start=1):
         examples = size_of(batch, size)
         if examples:
@@ -142,10 +144,16 @@ def inputs_and_targets(batch: Any) -> tuple[Any, Any]:
     return batch[0], batch[1]
 
 
-def size_of(batch: Any, size: Size | None) -> int:
+def size_of(batch: Any, size: Size | None) -> float:
     """What the mean over a batch counts for in a mean over batches."""
     inputs, targets = inputs_and_targets(batch)
-    return examples_in(inputs, targets) if size is None else int(size(batch))
+    if size is None:
+        return examples_in(inputs, targets)
+    count = size(batch)
+    count = count.item() if isinstance(count, Tensor) else count
+    if not 0 <= count < math.inf:
+        raise ValueError(f"size= must say how many examples a batch has, 0 or more, not {count}")
+    return count
 
 
 def examples_in(inputs: Any, targets: Any) -> int:

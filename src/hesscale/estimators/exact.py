@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,12 +43,31 @@ def ggn(problem: Problem) -> Sequence[Tensor | None]:
     outputs, extra = recorded(problem)
     loss = problem.loss(outputs)
     places = predictions(loss, outputs)
-    found = torch.autograd.grad(loss, [GradientEdge(*y) for y in places], create_graph=True, allow_unused=True)
+    with _ending_at(places):
+        found = torch.autograd.grad(loss, [GradientEdge(*y) for y in places], create_graph=True, allow_unused=True)
     pairs = [(y, slope) for y, slope in zip(places, found, strict=True) if slope is not None]
     ys, slopes = [y for y, _ in pairs], [slope for _, slope in pairs]
     if sum(slope.numel() for slope in slopes) <= sum(p.numel() for p in problem.tensors):
         return _by_outputs(ys, slopes, problem.tensors, extra)
     return _by_parameters(ys, slopes, problem.tensors, extra)
+
+
+@contextmanager
+def _ending_at(borders: Sequence[Edge]) -> Iterator[None]:
+    """Within it gradients end at the borders: of two of which one was computed from the other, each is a variable."""
+    numbers: dict[Any, set[int]] = {}
+    for node, nr in borders:
+        numbers.setdefault(node, set()).add(nr)
+    handles = [node.register_prehook(partial(_without, own)) for node, own in numbers.items()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _without(own: set[int], grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    return tuple(torch.zeros_like(g) if nr in own and g is not None else g for nr, g in enumerate(grads))
 
 
 def _by_outputs(ys: Sequence[Edge], slopes: Sequence[Tensor], params: Sequence[Tensor], extra: int) -> Sequence[Tensor]:
@@ -56,7 +78,9 @@ def _by_outputs(ys: Sequence[Edge], slopes: Sequence[Tensor], params: Sequence[T
         for start, stop in chunks(slope.numel(), elements=size):
             units = unit_vectors(start, stop, slope)
             plain = pulled_back([y], params, [units])
-            curved = pulled_back(ys, params, pulled_back([slope], ys, [units]))
+            with _ending_at(ys):
+                rows = pulled_back([slope], ys, [units])
+            curved = pulled_back(ys, params, rows)
             for result, left, right in zip(results, plain, curved, strict=True):
                 result += (left * right).sum(0)
     return results
@@ -80,6 +104,7 @@ def _own_squares(
     result = p.new_zeros(p.numel())
     for start, stop in chunks(p.numel(), elements=p.numel() + extra):
         pushed = pulled_back([u], weights, [unit_vectors(start, stop, p)])
-        curved = pulled_back(slopes, ys, pushed)
+        with _ending_at(ys):
+            curved = pulled_back(slopes, ys, pushed)
         result[start:stop] = sum((a * b).flatten(1).sum(1) for a, b in zip(pushed, curved, strict=True))
     return result.view(p.shape)

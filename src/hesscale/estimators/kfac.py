@@ -44,10 +44,10 @@ def _owners(problem: Problem) -> dict[str, nn.Module]:
     """The layer each wanted parameter belongs to; an error names all that have no Kronecker factors."""
     owners, strangers = {}, []
     for name in problem.params:
-        path = name.rpartition(".")[0]
+        path, _, own = name.rpartition(".")
         owner = problem.model.get_submodule(path)
         owners[name] = owner
-        if not isinstance(owner, LAYERS):
+        if not isinstance(owner, LAYERS) or own not in ("weight", "bias"):  # weight_orig of a pruned one, say
             strangers.append(f"{name} ({type(owner).__name__})")
     if strangers:
         known = ", ".join(layer.__name__ for layer in LAYERS)

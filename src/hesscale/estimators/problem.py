@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -61,29 +61,42 @@ class Problem:
 
 
 def output_tensors(outputs: Any) -> tuple[Tensor, ...]:
-    """The tensors the Gauss-Newton matrix is split at: a model's output, or those in a tuple or list of them."""
-    found = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
-    tensors = tuple(y for y in found if isinstance(y, Tensor) and y.requires_grad)
+    """The tensors the Gauss-Newton matrix is split at: a model's output, or those in tuples, lists and mappings."""
+    tensors = tuple(y for y in _in_containers(outputs) if y.requires_grad)
     if not tensors:
         raise TypeError(
-            "this method needs the model's output to be a tensor that requires grad, or a tuple of them, "
+            "this method needs the model's output to be a tensor that requires grad, or a tuple or mapping of them, "
             f"not {type(outputs).__name__}"
         )
     return tensors
 
 
+def _in_containers(outputs: Any) -> Iterator[Tensor]:
+    if isinstance(outputs, Tensor):
+        yield outputs
+    elif is_dataclass(outputs) and not isinstance(outputs, (type, Mapping)):
+        yield from _in_containers([getattr(outputs, field.name) for field in fields(outputs)])
+    elif isinstance(outputs, (tuple, list, Mapping)):
+        for one in outputs.values() if isinstance(outputs, Mapping) else outputs:
+            yield from _in_containers(one)
+
+
 def predictions(loss: Tensor, outputs: Any) -> list[Edge]:
     """Where the loss begins: at the model's outputs, or behind a likelihood that is part of the model.
 
-    The latter if the loss is linear in the outputs: a model that ends in log-softmax, with nll_loss.
+    The latter for outputs in which the loss is linear: of a model that ends in log-softmax, with nll_loss.
     """
-    borders = [edge_of(y) for y in output_tensors(outputs)]
     graph = trace(edge_of(loss)[0])
-    model = behind([graph.link(edge) for edge in borders if edge[0] in graph.places], graph.rows)
-    terms, stranger = likelihoods_of(graph, wire(graph.rows))
-    if stranger is None and terms and all(graph.places[term.node] in model for term in terms):
-        return [edge for term in terms for edge in term.edges]
-    return borders
+    borders = [edge for edge in map(edge_of, output_tensors(outputs)) if edge[0] in graph.places]
+    if not borders:
+        raise ValueError("the loss does not depend on any tensor among the model's outputs")
+    terms = likelihoods_of(graph, wire(graph.rows))
+    found: list[Edge] = []
+    for border in borders:
+        model = behind([graph.link(border)], graph.rows) if graph.places[border[0]] in terms.reached else set()
+        own = [edge for term in terms.likelihoods if graph.places[term.node] in model for edge in term.edges]
+        found += own or [border]
+    return [*dict.fromkeys(found)]
 
 
 def chosen_parameters(model: nn.Module, names: Sequence[str] | None) -> dict[str, Tensor]:
@@ -112,12 +125,16 @@ def wide(p: Tensor) -> torch.dtype:
 def without_traces(model: nn.Module) -> Iterator[None]:
     """Buffers (batch-norm statistics, say) and torch's generators are afterwards what they were before.
 
+    So are embeddings with ``max_norm``, which a forward pass shortens.
+
     So are attributes that would hold a graph, such as a weight that ``torch.nn.utils.prune`` masks in every forward
     pass: with one, a model cannot be copied. Others are left: they may belong to a cache whose size is noted elsewhere.
     """
     buffers = [(module, name) for module in model.modules() for name in module._buffers]
     before = [(module, name, module._buffers[name], _copy(module._buffers[name])) for module, name in buffers]
     attributes = [(vars(module), dict(vars(module))) for module in model.modules()]
+    shortened = [m.weight for m in model.modules() if getattr(m, "max_norm", None) is not None and hasattr(m, "weight")]
+    weights = [(weight, weight.detach().clone()) for weight in shortened if isinstance(weight, Tensor)]
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
     try:
         with torch.enable_grad(), torch.random.fork_rng(devices=sorted(device.index for device in devices)):
@@ -128,6 +145,9 @@ def without_traces(model: nn.Module) -> Iterator[None]:
                 with torch.no_grad():
                     buffer.copy_(copy)
             module._buffers[name] = buffer
+        for weight, copy in weights:
+            if not torch.equal(weight, copy):
+                weight.detach().copy_(copy)
         for now, then in attributes:
             _put_back_graphs(now, then)
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from ..backward import diagonal
-from ..graph import edge_of
-from .problem import Problem, output_tensors, predictions, wide
+from .problem import Problem, predictions, wide
 
 
 def hesscale(problem: Problem) -> Sequence[Tensor | None]:
@@ -24,13 +24,13 @@ def hesscale_gn(problem: Problem) -> Sequence[Tensor | None]:
     Or behind the log-softmax that the model ends in, if the loss is linear in its output.
     """
     outputs = problem.outputs()
-    loss, given = problem.loss(outputs), output_tensors(outputs)
-    is_given = predictions(loss, outputs) == [edge_of(y) for y in given]
+    loss = problem.loss(outputs)
+    borders = [GradientEdge(*edge) for edge in predictions(loss, outputs)]
     return diagonal(
         loss,
         problem.tensors,
         method="hesscale_gn",
-        output=given if is_given else None,
+        output=borders,
         rank=problem.rank,
         generator=problem.generator,
     )

@@ -26,6 +26,12 @@ struct Row {
   double top_g, top_h;  // found by hesscale_look: the largest magnitudes, nan and inf among them
 };
 
+// As torch's lerp: near either end it does not cancel.
+template <typename T>
+inline T between(T from, T to, T weight) {
+  return weight < T(0.5) ? from + (to - from) * weight : to - (to - from) * (1 - weight);
+}
+
 template <typename T, int SCALE, bool REFRESH, bool MOVING>
 void update(const Row& row, int64_t begin, int64_t end) {
   const T decay = row.decay, sign = row.sign, weight1 = row.weight1, beta2 = row.beta2, weight2 = row.weight2,
@@ -37,14 +43,14 @@ void update(const Row& row, int64_t begin, int64_t end) {
   T* __restrict v = static_cast<T*>(row.v);
 #pragma omp simd
   for (int64_t j = begin; j < end; j++) {
-    const T mean = m[j] + (sign * g[j] - m[j]) * weight1;
+    const T mean = between(m[j], sign * g[j], weight1);
     m[j] = mean;
     T average = v[j];
     if constexpr (REFRESH) {
       if constexpr (SCALE == RMS || SCALE == RMS_EPS_INSIDE) {
         average = average * beta2 + h[j] * h[j] * weight2;
       } else {
-        average += ((SCALE == MEAN_ABS ? std::abs(h[j]) : h[j]) - average) * weight2;
+        average = between(average, SCALE == MEAN_ABS ? std::abs(h[j]) : h[j], weight2);
       }
       v[j] = average;
     }

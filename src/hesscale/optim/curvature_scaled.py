@@ -97,7 +97,11 @@ class CurvatureScaled(ReadsCurvature):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         group["steps"] = self.param_groups[0]["steps"]
-        checks.refuse_bad_options(group, first=self.param_groups[0])
+        try:
+            checks.refuse_bad_options(group, first=self.param_groups[0])
+        except ValueError:
+            self.param_groups.pop()
+            raise
         self._watch_shards()
 
     def __getstate__(self) -> dict[str, Any]:

@@ -47,7 +47,7 @@ def first_leap(slots: Sequence[Slot], before: Sequence[float]) -> str | None:
     ‖p′‖ > (1 + F)·‖p‖ makes sure of ‖p′ − p‖ > F·‖p‖. What begins near zero may grow as fast as it would with Adam.
     """
     for slot, old, new in zip(slots, before, norms(slots), strict=True):
-        adams = float(slot.formula.lr) * slot.p.numel() ** 0.5
+        adams = float(torch.as_tensor(slot.formula.lr).detach()) * slot.p.numel() ** 0.5
         if old > 0.0 and new > (1 + FACTOR) * old and new - old > FACTOR * adams:
             return _LEAP.format(name=name_of(slot.place), before=old, after=new)
     return None

@@ -98,7 +98,8 @@ def metric(slot: Slot) -> Tensor:
 def _positive(v: Tensor, scale: str) -> Tensor:
     if scale == "rms":
         return v.sqrt()
-    return v.abs() if scale == "mean" else v.clone()
+    c = v.clone()  # a graph would keep v itself, which moves on
+    return c.abs() if scale == "mean" else c
 
 
 def _infinite_at_zero(c: Tensor) -> Tensor:
