@@ -22,7 +22,6 @@ KEEP = {"MALLOC_TRIM_THRESHOLD_": str(2**32), "MALLOC_MMAP_THRESHOLD_": str(2**3
 OPTIMIZERS = {
     "Adam": lambda params: torch.optim.Adam(params, lr=1e-6),
     "AdaHesScale": lambda params: hesscale.AdaHesScale(params, lr=1e-6),
-    "AdaHesScale fused": lambda params: hesscale.AdaHesScale(params, lr=1e-6, fused=True),
 }
 NETWORKS = ("4 layers, batch 32", "16 layers, batch 1", "16 layers, batch 128")
 

@@ -22,7 +22,7 @@ LIMITS = {"mlp": 2.5, "wide": 2.0, "3c3d": 2.5, "resnet18": 3.0, "transformer": 
 """By network, for every optimizer below."""
 
 _METHODS = {method.name: method for method in METHODS}
-_OURS = ("AdaHesScale", "AdaHesScale fused", "AdaHesScaleGN")
+_OURS = ("AdaHesScale", "AdaHesScaleGN")
 
 
 @pytest.fixture(autouse=True)

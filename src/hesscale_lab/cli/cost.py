@@ -59,7 +59,7 @@ def cost(
     Examples:
       hesscale cost --quick
       hesscale cost --only headline
-      hesscale cost --only headline --optimizer "AdaHesScale fused"
+      hesscale cost --only headline --optimizer "AdaHesScale every=10"
       hesscale cost --threads 2 --out DIR
       hesscale cost --compiled --rounds 9
     """

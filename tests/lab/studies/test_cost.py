@@ -252,7 +252,7 @@ def test_the_growth_exponent_is_that_of_the_data() -> None:
 
 
 def test_the_headline_is_a_geometric_mean() -> None:
-    common = {"kind": "time", "headline": True, "exact": False, "optimizer": "AdaHesScale fused"}
+    common = {"kind": "time", "headline": True, "exact": False, "optimizer": "AdaHesScale every=10"}
     records = [
         {**common, "ratio": ratio, "ratio_without_forward": 2.0, "ratio_to_fused": 3.0} for ratio in (0.5, 2.0, 1.0)
     ]
