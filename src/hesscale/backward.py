@@ -18,12 +18,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from .columns.dial import Rank, checked_rank, make_dial
-from .graph import edge_of, is_transformed
+from .graph import edge_of, is_transformed, torch_backward
 from .plan import make_plan, method_named
 from .rules.fallback import fallback_named
 from .walk import INFERENCE, Walk
 
-_torch_backward = torch.autograd.backward  # torch's own, also while an optimizer is armed
 Tensors = Tensor | Sequence[Tensor]
 Outputs = Tensor | GradientEdge | Sequence[Tensor | GradientEdge]
 Missing = Literal["raise", "exact", "sample"]
@@ -65,7 +64,7 @@ def backward(
     chosen = None if inputs is None else _checked_inputs(inputs)
     walk = _arm(loss, curvature, method, output, chosen, missing=missing, rank=rank, generator=generator, writes=True)
     try:
-        _torch_backward(loss, gradient, retain_graph=retain_graph, inputs=chosen)
+        torch_backward(loss, gradient, retain_graph=retain_graph, inputs=chosen)
     except BaseException:
         walk.abort()
         raise

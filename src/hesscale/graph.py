@@ -69,6 +69,9 @@ def refuse_without(*names: str) -> None:
 
 refuse_without(*REQUIRED)
 
+torch_backward: Final = torch.autograd.backward
+"""Torch's own, also while an optimizer is armed."""
+
 storage_users: Final[Callable[[int], int] | None] = getattr(torch._C, "_storage_Use_Count", None)
 """How many tensors share the storage with this ``storage_id``."""
 
@@ -300,11 +303,6 @@ def _allow_second_reading(packed: Any) -> None:
     handles = getattr(packed, "handles", None)  # torch.utils.checkpoint's holder; other hooks can be read repeatedly
     if isinstance(handles, dict) and not isinstance(handles, _Kept):
         packed.handles = _Kept(handles)
-
-
-def on_arrival(node: Node, action: Callable[[Sequence[Tensor | None]], Any]) -> Any:
-    """Calls ``action(grads)``, which may replace them, just before the node runs; returns a handle to ``remove()``."""
-    return node.register_prehook(action)
 
 
 def when_backward_ends(action: Callable[[], None]) -> None:

@@ -58,6 +58,7 @@ class Walk:
         starts_later: bool = False,
         writes_to: Sequence[Tensor] = (),  # targets that get a gradient and curvature, rather than ``results``
         dial: Dial | None = None,  # carries columns beside the diagonal
+        is_inner: bool = False,  # within another pass, whose scratch memory it shares
     ) -> None:
         self._half = graphs.prepare_saved(graph)
         self._plan = plan
@@ -69,6 +70,7 @@ class Walk:
         self._pending: dict[Link, Tensor] = {}
         self._arrivals: list[Arrival] = []
         self._handles: list[Any] = []
+        self._is_inner = is_inner
         self._workspace_before: Workspace | None = None
         self.scope: Callable[[], AbstractContextManager[None]] = nullcontext
         self._is_mixed = False  # g may be in half precision, or have a graph of its own
@@ -129,7 +131,7 @@ class Walk:
                 return
             self._half = graphs.prepare_saved(self._graph)
         self._prepare(grads)
-        if reached:
+        if reached and not self._is_inner:
             self._workspace_before = use_workspace(workspace_of(nodes[reached[0]].variable))
         for place in reached:
             self._expect(nodes[place].variable, (place, 0))
@@ -233,8 +235,9 @@ class Walk:
         self._arrivals.clear()
         if self._dial is not None:
             self._dial.squares.clear()
-        use_workspace(self._workspace_before)
-        self._workspace_before = None
+        if not self._is_inner:
+            use_workspace(self._workspace_before)
+            self._workspace_before = None
         if self._starts_later:
             self._graph = None
 
@@ -268,7 +271,7 @@ def _walk_rebuilt(rule: Rebuilt, node: Any, s: Curvatures, g: Curvatures, method
     targets = [graphs.edge_of(leaf) for leaf in sources]
     # without g there is no residual anywhere, which is how Gauss-Newton walks behind the loss
     plan, graph = make_plan(y, Method(method.rules, gauss_newton=gradient is None), seeded=True, targets=targets)
-    walk = Walk(plan, graph, curvature)
+    walk = Walk(plan, graph, curvature, is_inner=True)
     torch.autograd.grad(y, sources, torch.zeros_like(y) if gradient is None else gradient, allow_unused=True)
     walk.disarm()
     found = dict(zip(map(id, sources), walk.results(sources, [True] * len(sources)), strict=True))

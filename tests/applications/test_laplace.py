@@ -1,6 +1,8 @@
 """Posteriors with a diagonal precision: what they are, what they predict, and how their prior is found."""
 
+import functools
 import math
+import weakref
 from typing import Any
 
 import pytest
@@ -225,3 +227,44 @@ def test_shapes_of_a_regression_are_checked() -> None:
     with pytest.raises(ValueError, match="use samples= instead"):
         found.predict(draws(2, 4))
     assert found.predict(draws(2, 4), samples=3)[0].shape == (2,)
+
+
+def test_the_jacobians_of_one_chunk_are_there_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    original, alive = Posterior.jacobians, []
+
+    def watched(self: Posterior, inputs: Tensor) -> Any:
+        for outputs, jacobians in original(self, inputs, chunk=2):
+            gone = [ref() is None for ref in alive[:-1]]  # the last is still a variable of the loop that reads it
+            assert all(gone)
+            alive.append(weakref.ref(jacobians["0.weight"]))
+            yield outputs, jacobians
+
+    found = laplace(network(), F.cross_entropy, classes())
+    whole = found.predict(draws(8, 4))
+    monkeypatch.setattr(Posterior, "jacobians", watched)
+    torch.testing.assert_close(found.predict(draws(8, 4)), whole)
+    assert len(alive) == 4
+
+
+def test_a_model_that_is_never_wrong_can_be_validated() -> None:
+    model = nn.Linear(1, 2, bias=False).double()
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[1e4], [-1e4]]))
+    data = [(torch.ones(40, 1, dtype=torch.float64), torch.zeros(40, dtype=torch.int64))]
+    found = laplace(model, F.cross_entropy, data)
+    assert found.with_validated_prior(iter(data), grid=(1e6, 1e8)).prior["weight"] == 1e6
+
+
+@pytest.mark.parametrize(
+    "loss_fn",
+    [
+        functools.partial(F.cross_entropy, ignore_index=0),
+        functools.partial(functools.partial(F.cross_entropy, ignore_index=0), label_smoothing=0.1),
+        nn.CrossEntropyLoss(ignore_index=0),
+    ],
+    ids=["partial", "partial of a partial", "module"],
+)
+def test_labels_that_the_loss_ignores_do_not_count(loss_fn: Any) -> None:
+    data = classes()
+    labels = torch.cat([y for _, y in data])
+    assert laplace(network(), loss_fn, data).examples == int((labels != 0).sum()) < len(labels)

@@ -236,3 +236,15 @@ def test_a_loss_scale_is_an_argument() -> None:
             scaler.update()
             optimizer.zero_grad()
     assert_same(ours, theirs, lambda a, b: torch.allclose(a, b, rtol=1e-5, atol=1e-7))
+
+
+def test_hooks_of_parameters_run_within_armed_as_well() -> None:
+    ours, theirs, step = pair(small())
+    optimizer = hesscale.AdaHesScale(ours.parameters(), lr=1e-3)
+    for model in (ours, theirs):
+        next(model.parameters()).register_hook(lambda grad: 2 * grad)
+    with optimizer.armed():
+        step(*vectors(5))
+    hesscale.backward(cross_entropy(theirs, *vectors(5)))
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)  # type: ignore[arg-type]

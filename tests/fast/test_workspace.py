@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import hesscale
 from hesscale.fast import workspace
 from hesscale.fast.workspace import Workspace, product, squared, use_workspace, workspace_of
+from hesscale.rules import registered
 
 SIZE = (256, 256)  # in float32 more than workspace.LEAST
 LAYOUT = (SIZE, (256, 1))
@@ -138,6 +139,30 @@ def test_parameters_can_still_be_swapped() -> None:
     model.zero_grad()
     torch.utils.swap_tensors(model[0].weight, nn.Parameter(torch.ones(256, 256)))  # type: ignore[arg-type]
     run(model)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_memory_is_lent_behind_a_fused_recurrent_layer_too(kind: Any) -> None:
+    class Reader(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.body, self.head = nn.Linear(8, 256), kind(256, 16, batch_first=True), nn.Linear(16, 4)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.head(self.body(self.first(x).tanh())[0][:, -1])
+
+    in_use: list[bool] = []
+
+    def tanh(node: Any) -> tuple[Tensor, Tensor]:
+        in_use.append(workspace._LOCAL.current is not None)
+        y = node._saved_result
+        return 1 - y * y, -2 * y * (1 - y * y)
+
+    model, x = Reader(), torch.randn(4, 6, 8)
+    with registered(hesscale.Elementwise(tanh), "TanhBackward0"):
+        hesscale.backward(F.cross_entropy(model(x), torch.tensor([0, 1, 2, 3])))
+    assert in_use[-1]  # the last is the one behind the recurrent layer
+    assert workspace._LOCAL.current is None
 
 
 def test_memory_that_left_for_another_process_is_not_lent_again() -> None:

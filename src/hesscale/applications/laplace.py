@@ -12,6 +12,7 @@ there would be none, but training seldom ends at one. ``Posterior.clamped`` says
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -33,6 +34,7 @@ GRID = tuple(10.0 ** (k / 2) for k in range(-8, 9))
 """Prior precisions that validation tries."""
 
 _OTHER_IN_TRAINING = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._NormBase, nn.RReLU)
+_CHUNK = 16  # examples whose Jacobians are there at a time
 _NO_EXAMPLES = "how many examples was this diagonal averaged over? Say so: examples=..."
 
 
@@ -60,8 +62,9 @@ def laplace(
 
     ``loss_fn`` is the negative log-likelihood, the mean over a batch's examples: ``cross_entropy`` for classification,
     ``half_squared_error`` for regression, whose ``noise`` is the variance of the targets (``mse_loss`` is taken for
-    it). For classification every label is an example, those of positions [N, T] too, but not ``ignore_index``; if your
-    mean is over something else, say over how many in all: ``examples``. So do for a ``diagonal=`` of a mean loss that
+    it). For classification every label is an example, those of positions [N, T] too, but not the ``ignore_index`` of a
+    module or a ``functools.partial``; if your mean is over something else, or leaves out labels in a function of your
+    own, say over how many in all: ``examples``. So do for a ``diagonal=`` of a mean loss that
     was computed elsewhere. Put the model in evaluation mode before.
 
     >>> model, batches = nn.Linear(4, 3), [(torch.randn(8, 4), torch.randint(3, (8,)))]
@@ -159,7 +162,14 @@ class _Seen:
             return examples_in(inputs, targets)
         if targets.is_floating_point():  # probabilities of classes
             return targets[:, :1].numel() if targets.ndim > 1 else len(targets)
-        return int((targets.long() != getattr(self._loss_fn, "ignore_index", -100)).sum())
+        return int((targets.long() != _ignored(self._loss_fn)).sum())
+
+
+def _ignored(loss_fn: Any) -> int:
+    """The label that a loss leaves out: of a module, of a partial, or else the one that torch's losses do."""
+    if isinstance(loss_fn, functools.partial):
+        return int(loss_fn.keywords.get("ignore_index", _ignored(loss_fn.func)))
+    return int(getattr(loss_fn, "ignore_index", -100))
 
 
 def _refuse_training(model: nn.Module) -> None:
@@ -286,15 +296,17 @@ class Posterior:
         """The prior precision of the grid with the smallest negative log-likelihood on other data, linearized."""
         if self.likelihood != "classification":
             raise ValueError("validation is for classification: for regression use with_likeliest_prior()")
-        totals = dict.fromkeys(grid, 0.0)
+        totals, count = dict.fromkeys(grid, 0.0), 0
         device = next(iter(self.mean.values())).device
-        for inputs, targets in on_device([*batches], device):
-            jacobians = [*self.jacobians(inputs)]
-            for tau in grid:
-                probabilities = torch.cat([probit(f, self.with_prior(tau)._spread(js)) for f, js in jacobians])
-                chosen = probabilities.gather(1, targets[:, None]).clamp(min=1e-30)
-                totals[tau] -= float(chosen.log().sum())
-        if not any(totals.values()):
+        for batch in batches:
+            inputs, targets = on_device(batch, device)
+            count += len(targets)
+            for (f, js), labels in zip(self.jacobians(inputs), targets.split(_CHUNK), strict=True):
+                for tau in grid:
+                    probabilities = probit(f, _spread(js, self.with_prior(tau).variance))
+                    chosen = probabilities.gather(1, labels[:, None]).clamp(min=1e-30)
+                    totals[tau] -= float(chosen.log().sum())
+        if not count:
             raise ValueError("the batches for validation gave no examples")
         return self.with_prior(min(totals, key=lambda tau: totals[tau]))
 
@@ -315,10 +327,10 @@ class Posterior:
                     )
                 return draws.softmax(-1).mean(0)
             return draws.mean(0), draws.var(0) + self.noise
-        parts = [*self.jacobians(inputs)]
-        if self.likelihood == "classification":
-            return torch.cat([probit(f, self._spread(js)) for f, js in parts])
-        return torch.cat([f for f, _ in parts]), torch.cat([self._spread(js) for _, js in parts]) + self.noise
+        variance = self.variance
+        parts = [(f, _spread(js, variance)) for f, js in self.jacobians(inputs)]  # a chunk's Jacobians at a time
+        outputs, spread = (torch.cat(part) for part in zip(*parts, strict=True))
+        return probit(outputs, spread) if self.likelihood == "classification" else (outputs, spread + self.noise)
 
     @torch.no_grad()
     def draw(self, inputs: Tensor, *, samples: int, generator: torch.Generator | None = None) -> Tensor:
@@ -353,12 +365,7 @@ class Posterior:
         ]
         return torch.cat([part for part in parts if isinstance(part, Tensor)])
 
-    def _spread(self, jacobians: Mapping[str, Tensor]) -> Tensor:
-        """The diagonal [batch, outputs] of the functional variance."""
-        parts = [js.square() @ self.variance[name].flatten() for name, js in jacobians.items()]
-        return torch.stack(parts).sum(0)
-
-    def jacobians(self, inputs: Tensor, *, chunk: int = 16) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+    def jacobians(self, inputs: Tensor, *, chunk: int = _CHUNK) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
         """Outputs [batch, outputs], and by parameter name their Jacobian [batch, outputs, entries], in chunks."""
         mean = self._as_parameters(self.mean)
         _refuse_training(self.model)
@@ -374,6 +381,11 @@ class Posterior:
             with _untouched(self.model):
                 js, f = each(mean, part)
             yield _wide(f.detach()), {name: _wide(value.detach().flatten(2)) for name, value in js.items()}
+
+
+def _spread(jacobians: Mapping[str, Tensor], variance: Mapping[str, Tensor]) -> Tensor:
+    """The diagonal [batch, outputs] of the functional variance."""
+    return torch.stack([js.square() @ variance[name].flatten() for name, js in jacobians.items()]).sum(0)
 
 
 def probit(outputs: Tensor, spread: Tensor) -> Tensor:

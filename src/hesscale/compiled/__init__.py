@@ -2,4 +2,3 @@
 
 from .step import Step as Step
 from .step import compile as compile
-from .step import compile_for as compile_for

@@ -8,7 +8,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, Protocol, final
+from typing import Any, Final, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from ..backward import Missing
 from ..columns.dial import Rank, checked_rank
 from ..errors import SITE
 from ..fast.workspace import lending, use_workspace, workspace_of
-from ..graph import plain_mode, storage_id
+from ..graph import plain_mode, storage_id, torch_backward
 from ..plan import method_named
 from ..walk import INFERENCE
 from .backend import Guard, hooks_of_all_modules, lowered, replace_allocator
@@ -85,22 +85,6 @@ def compile(
     tensor([[ 2., 18.]])
     """
     return Step(loss_fn, model, Settings(method, output, missing, rank, backend, mode, dict(options or {}), dynamic))
-
-
-class Optimizer(Protocol):
-    """What is asked of an optimizer."""
-
-    @property
-    def curvature_due(self) -> bool: ...
-
-
-def compile_for(
-    optimizer: Optimizer, loss_fn: Callable[..., Any], model: nn.Module, *, method: str, rank: Rank, **options: Any
-) -> Step:
-    """As ``compile``, for an optimizer: where no curvature is due, a compiled pass without it runs."""
-    step = compile(loss_fn, model, method=method, rank=rank, **options)
-    step.is_due = lambda: optimizer.curvature_due
-    return step
 
 
 @dataclass(frozen=True)
@@ -174,7 +158,7 @@ class Step:
         _refuse(model, settings)
         self.loss_fn, self.model, self.settings = loss_fn, model, settings
         self._functions = [loss_fn] if settings.output is None else [loss_fn, settings.output]
-        self.is_due: Callable[[], bool] = lambda: True
+        self.is_due: Callable[[], bool] = lambda: True  # whether curvature is; else a plain pass runs
         self.compilations = 0
         self._rules = method_named(settings.method).rules
         self._programs: OrderedDict[Kind, list[Program]] = OrderedDict()
@@ -318,7 +302,7 @@ def _accumulate(reached: Sequence[Tensor], grads: Sequence[Tensor], taken: set[i
     hooked = [(leaf, grad) for leaf, grad in pairs if _has_hooks(leaf)]
     with _undone_on_error([leaf for leaf, _ in hooked]):
         if hooked:
-            torch.autograd.backward(*map(list, zip(*hooked, strict=True)))  # type: ignore[arg-type]
+            torch_backward(*map(list, zip(*hooked, strict=True)))  # type: ignore[arg-type]
     for leaf, grad in pairs:
         if _has_hooks(leaf):
             continue

@@ -7,14 +7,14 @@ known per thread, so that other threads run what they always ran.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, final
 
 import torch
 from torch import Tensor
 
-from ..graph import LEAF, edge_of, running_backward, trace
+from ..graph import LEAF, edge_of, running_backward, torch_backward, trace
 from .shards import is_sharded
 
 if TYPE_CHECKING:
@@ -40,7 +40,6 @@ class _Local(threading.local):
 
 _LOCAL: Final = _Local()
 _LOCK: Final = threading.Lock()
-_original: Final[Callable[..., None]] = torch.autograd.backward
 _count = 0  # of blocks that are armed, in all threads
 
 
@@ -71,10 +70,10 @@ def _change_count(by: int) -> None:
     global _count
     with _LOCK:
         _count += by
-        if _count == by == 1 and torch.autograd.backward is _original:
+        if _count == by == 1 and torch.autograd.backward is torch_backward:
             torch.autograd.backward = _backward
         elif not _count and torch.autograd.backward is _backward:  # else somebody has replaced it after us
-            torch.autograd.backward = _original
+            torch.autograd.backward = torch_backward
 
 
 def _backward(
@@ -92,7 +91,7 @@ def _backward(
     found = _concerned(roots, inputs)
     with suspended():
         if found is None:
-            _original(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
+            torch_backward(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
         else:
             _run(found, *_one_loss(roots, gradients), **options)
 
@@ -133,7 +132,7 @@ def _run(found: Armed, loss: Tensor, gradient: Tensor | None, **options: Any) ->
     assert source is not None  # armed() has seen to it
     if source.attaches:
         source.attach(loss, **found.options)
-        _original(loss, gradient, **options)
+        torch_backward(loss, gradient, **options)
         return
     if gradient is not None or options["inputs"] is not None or options["create_graph"]:
         raise RuntimeError(_TOO_MUCH.format(name=source.name))

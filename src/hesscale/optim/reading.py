@@ -12,7 +12,8 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from .. import distributed
-from ..compiled import Step, compile_for
+from ..compiled import Step
+from ..compiled import compile as compile_step
 from . import amp, checks
 from .arming import armed, suspended
 from .shards import local
@@ -95,7 +96,9 @@ class ReadsCurvature(Optimizer):
             raise ValueError(f"only passes by hesscale.backward can be compiled, not {source}")
         for name in {"method", "rank"} & {*options}:
             raise TypeError(f"the optimizer says which {name} is compiled: give it to {type(self).__name__}")
-        return compile_for(self, loss_fn, model, method=source.name, rank=source.rank, **options)
+        step = compile_step(loss_fn, model, method=source.name, rank=source.rank, **options)
+        step.is_due = lambda: self.curvature_due
+        return step
 
     def _known_source(self) -> Source:
         if self.source is None:

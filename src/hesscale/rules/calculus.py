@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from ..graph import LOW_PRECISION, Edge, call, call_in_single, nested_gradient, on_arrival
+from ..graph import LOW_PRECISION, Edge, call, call_in_single, nested_gradient
 from ..traced import is_traced as is_traced
 from ..traced import unwrapped
 from ..traced import value_of as value_of
@@ -83,7 +83,7 @@ def differentiate(
     """
     if first is None or not first.requires_grad:
         return None
-    handles = [on_arrival(node, _zeros) for node in fixed if node is not edge[0]]
+    handles = [node.register_prehook(_zeros) for node in fixed if node is not edge[0]]
     weights = torch.ones_like(first) if weights is None else weights
     try:
         return nested_gradient(first, edge, weights)
