@@ -66,3 +66,25 @@ def test_comparison_with_attention_dropout_and_lstm() -> None:
     compared = compare_with_exact(recurrent, lambda out, y: (out[0] - y).square().mean(), (batch[0], 0.3), entries=5)
     assert all(result.relative_error >= 0 for result in compared.values())
     assert torch._C._get_mkldnn_enabled()
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor, shift: Tensor) -> Tensor:
+        found: Tensor = self.last(self.norm(self.first(x)) + shift)
+        return found
+
+
+@pytest.mark.parametrize("named", [False, True], ids=["tuple", "mapping"])
+def test_comparison_of_a_model_with_several_inputs_leaves_it_as_it_was(named: bool) -> None:
+    torch.manual_seed(0)
+    model, x, shift, y = Pair(), torch.randn(8, 4), torch.randn(8, 5), torch.randint(3, (8,))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    inputs = {"x": x, "shift": shift} if named else (x, shift)
+    results = compare_with_exact(model, F.cross_entropy, (inputs, y), entries=9)
+    assert results["last.weight"].relative_error < 1e-5
+    assert results["first.bias"].relative_error in (0.0, float("inf"))  # a bias before batch norm has no effect
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

@@ -14,6 +14,7 @@ from .backward import diagonal
 from .columns.dial import Rank
 from .double_backward import refuse_wrong_derivatives, unfused
 from .double_backward import twice_differentiable as twice_differentiable
+from .estimators.problem import outputs, without_traces
 
 
 def exact_diagonal(y: Tensor, inputs: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -99,7 +100,7 @@ class Comparison:
     """
 
     entries: int
-    relative_error: float  # Σ|estimate − exact| / Σ|exact|; 1 is as good as zero everywhere
+    relative_error: float  # Σ|estimate − exact| / Σ|exact|; 1 is as good as zero everywhere, inf: exact is zero
     rank_correlation: float  # Spearman's, of the signed values
     sign_agreement: float  # share of entries with the right sign
 
@@ -116,9 +117,12 @@ def compare_with_exact(
 ) -> dict[str, Comparison]:
     """By parameter name, how close the estimated curvature is to the exact one at ``entries`` random places.
 
-    ``batch`` is (inputs, targets). Each place costs one Hessian-vector product, on the math kernels of attention, since
-    the fused ones cannot be differentiated twice. Dropout draws the same numbers in both passes. ``rank`` as in
-    ``hesscale.backward``.
+    ``batch`` is (inputs, targets) as in ``hesscale.estimate``: inputs may be a tuple or a mapping of several, and the
+    model is afterwards what it was before. Each place costs one Hessian-vector product, on the math kernels of
+    attention, since the fused ones cannot be differentiated twice. Dropout draws the same numbers in both passes. What
+    is lost in the rounding of the largest entry of all counts as zero: a bias before batch norm has no effect, and no
+    relative error.
+    ``rank`` as in ``hesscale.backward``.
 
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
     >>> batch = (torch.randn(16, 4), torch.randint(3, (16,)))
@@ -132,20 +136,21 @@ def compare_with_exact(
 
     def loss() -> Tensor:
         torch.random.set_rng_state(state)
-        return loss_fn(model(inputs), targets)
+        return loss_fn(outputs(model, inputs), targets)
 
-    with unfused(model):
-        signs = torch.Generator().manual_seed(seed)
-        estimates = diagonal(loss(), list(named.values()), method=method, rank=rank, generator=signs)
-    with twice_differentiable(model):
-        grads = torch.autograd.grad(loss(), list(named.values()), create_graph=True, allow_unused=True)
-    generator = torch.Generator().manual_seed(seed)
-    results = {}
-    for (name, p), grad, estimate in zip(named.items(), grads, estimates, strict=True):
-        if grad is not None and estimate is not None:
-            places = torch.randperm(p.numel(), generator=generator)[:entries]
-            results[name] = _compared(estimate.reshape(-1)[places.to(p.device)], _entries(grad, p, places))
-    return results
+    pairs: dict[str, tuple[Tensor, Tensor]] = {}
+    generator, signs = (torch.Generator().manual_seed(seed) for _ in range(2))
+    with without_traces(model):
+        with unfused(model):
+            estimates = diagonal(loss(), list(named.values()), method=method, rank=rank, generator=signs)
+        with twice_differentiable(model):
+            grads = torch.autograd.grad(loss(), list(named.values()), create_graph=True, allow_unused=True)
+        for (name, p), grad, estimate in zip(named.items(), grads, estimates, strict=True):
+            if grad is not None and estimate is not None:
+                places = torch.randperm(p.numel(), generator=generator)[:entries]
+                pairs[name] = estimate.reshape(-1)[places.to(p.device)], _entries(grad, p, places)
+    rounding = max((10 * torch.finfo(t.dtype).eps * float(t.abs().max()) for _, t in pairs.values()), default=0.0)
+    return {name: _compared(*(t.where(t.abs() > rounding, 0.0) for t in pair)) for name, pair in pairs.items()}
 
 
 def _entries(grad: Tensor, p: Tensor, places: Tensor) -> Tensor:

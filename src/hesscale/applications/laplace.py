@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, jacrev, vmap
 
 from ..estimators.api import Size, examples_in, fresh_generator, inputs_and_targets, size_of
-from ..estimators.problem import LossFunction, without_traces
+from ..estimators.problem import LossFunction, outputs, without_traces
 from .masks import alive
 from .over_batches import Batches, How, Progress, diagonal_over, on_device, reporter
 
@@ -148,12 +148,12 @@ class _Seen:
         self.examples += count
         if self._loss_fn is not None and count:
             with _untouched(self._model), torch.no_grad():
-                outputs = _outputs(self._model, inputs)
-                loss = float(self._loss_fn(outputs, targets))
+                found = outputs(self._model, inputs)
+                loss = float(self._loss_fn(found, targets))
             if self._likelihood == "regression":
-                _refuse_other_scale(loss, outputs, targets)
+                _refuse_other_scale(loss, found, targets)
             self.total += count * loss
-            self.outputs = outputs[0].numel() if isinstance(outputs, Tensor) else 0
+            self.outputs = found[0].numel() if isinstance(found, Tensor) else 0
         return count
 
     def _terms(self, inputs: Any, targets: Any) -> int:
@@ -210,12 +210,6 @@ def _untouched(model: nn.Module) -> Iterator[None]:
         for module, attributes in before:
             vars(module).clear()
             vars(module).update(attributes)
-
-
-def _outputs(model: nn.Module, inputs: Any) -> Any:
-    if isinstance(inputs, Mapping):
-        return model(**inputs)
-    return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
 
 
 @dataclass(frozen=True)
@@ -329,8 +323,8 @@ class Posterior:
             return draws.mean(0), draws.var(0) + self.noise
         variance = self.variance
         parts = [(f, _spread(js, variance)) for f, js in self.jacobians(inputs)]  # a chunk's Jacobians at a time
-        outputs, spread = (torch.cat(part) for part in zip(*parts, strict=True))
-        return probit(outputs, spread) if self.likelihood == "classification" else (outputs, spread + self.noise)
+        mean, spread = (torch.cat(part) for part in zip(*parts, strict=True))
+        return probit(mean, spread) if self.likelihood == "classification" else (mean, spread + self.noise)
 
     @torch.no_grad()
     def draw(self, inputs: Tensor, *, samples: int, generator: torch.Generator | None = None) -> Tensor:
@@ -370,13 +364,13 @@ class Posterior:
         mean = self._as_parameters(self.mean)
         _refuse_training(self.model)
 
-        def outputs(params: dict[str, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+        def of_one(params: dict[str, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
             f = functional_call(self.model, params, (x[None],))
             if not isinstance(f, Tensor) or f.ndim != 2:
                 raise ValueError("a linearized network needs outputs of shape [batch, outputs]: use samples= instead")
             return f[0], f[0]
 
-        each = vmap(jacrev(outputs, has_aux=True), in_dims=(None, 0), randomness="error")
+        each = vmap(jacrev(of_one, has_aux=True), in_dims=(None, 0), randomness="error")
         for part in inputs.split(chunk):
             with _untouched(self.model):
                 js, f = each(mean, part)

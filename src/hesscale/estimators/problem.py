@@ -39,15 +39,12 @@ class Problem:
 
     @property
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """How the model is called: a tuple is several inputs, a mapping named ones, anything else the only one."""
-        if isinstance(self.inputs, Mapping):
-            return (), dict(self.inputs)
-        return (self.inputs if isinstance(self.inputs, tuple) else (self.inputs,)), {}
+        """How the model is called."""
+        return arguments(self.inputs)
 
     def outputs(self) -> Any:
         """What the model says to the batch: one forward pass, as it is in training or evaluation mode."""
-        args, kwargs = self.arguments
-        return self.model(*args, **kwargs)
+        return outputs(self.model, self.inputs)
 
     def loss(self, outputs: Any) -> Tensor:
         """The scalar loss of some outputs."""
@@ -58,6 +55,19 @@ class Problem:
         if not loss.requires_grad:
             raise ValueError("the loss does not depend on any parameter that requires grad")
         return loss
+
+
+def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """How a model is called: a tuple is several inputs, a mapping named ones, anything else the only one."""
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    return (inputs if isinstance(inputs, tuple) else (inputs,)), {}
+
+
+def outputs(model: nn.Module, inputs: Any) -> Any:
+    """What a model says to a batch's inputs."""
+    args, kwargs = arguments(inputs)
+    return model(*args, **kwargs)
 
 
 def output_tensors(outputs: Any) -> tuple[Tensor, ...]:
