@@ -1,9 +1,8 @@
-"""Whether a diagonal that is closer helps what is done with it: training, and pruning once, on MNIST.
+"""Whether a diagonal that is closer helps training: AdaHesScale with columns and without, on MNIST.
 
-Prints the tables of docs/how-wrong-can-it-be.md.
+Prints the table of docs/how-wrong-can-it-be.md.
 
-$ python benchmarks/what_rank_buys.py train --data DIR    # AdaHesScale with columns and without
-$ python benchmarks/what_rank_buys.py prune --data DIR    # weights of least ½hw² set to zero, nothing trained after
+$ python benchmarks/what_rank_buys.py --data DIR
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +25,6 @@ from hesscale_lab.tasks.networks import mlp
 Examples = tuple[Tensor, Tensor]
 
 RANKS = (0, 1, 3, "full")
-SPARSITIES = (0.8, 0.9, 0.95)
-CURVATURES: Mapping[str, tuple[str, dict[str, Any]]] = {
-    "HesScale": ("hesscale", {}),
-    "HesScaleGN": ("hesscale_gn", {}),
-    **{f"HesScale, `rank={rank}`": ("hesscale", {"rank": rank}) for rank in (1, 3)},
-    'HesScale, `rank="full"`': ("hesscale", {"rank": "full"}),
-    "g²": ("squared_gradient", {}),
-}
 
 
 def examples(folder: Path, *, train: bool, count: int) -> Examples:
@@ -92,57 +82,9 @@ def spread(values: tuple[float, ...]) -> float:
     return max(values) - min(values)
 
 
-def print_pruning(data: Examples, held_out: Examples, *, seeds: int, epochs: int) -> None:
-    """Test accuracies when the weights of least saliency are zero, means over seeds."""
-    for name, activation in (("ReLU", nn.ReLU), ("tanh", nn.Tanh)):
-        found: dict[str, list[list[float]]] = {}
-        for seed in range(seeds):
-            torch.manual_seed(seed)
-            model = mlp(784, 128, 64, 10, activation=activation)
-            optimizer, order = torch.optim.Adam(model.parameters(), lr=1e-3), torch.Generator().manual_seed(seed)
-            for _ in range(epochs):
-                epoch(model, optimizer, data, order)
-            found.setdefault("not pruned", []).append([measure(model, held_out)[1]] * len(SPARSITIES))
-            for label, scores in saliencies(model, data).items():
-                row = [accuracy_without(model, scores, share, held_out) for share in SPARSITIES]
-                found.setdefault(label, []).append(row)
-        print(f"\n| {name} | {' | '.join(f'{share:.0%}' for share in SPARSITIES)} |\n|---|{'---:|' * len(SPARSITIES)}")
-        for label, rows in found.items():
-            cells = " | ".join(
-                f"{statistics.fmean(c):.1f} ({min(c):.1f} … {max(c):.1f})" for c in zip(*rows, strict=True)
-            )
-            print(f"| {label} | {cells} |", flush=True)
-
-
-def saliencies(model: nn.Module, data: Examples) -> dict[str, dict[str, Tensor]]:
-    """½hw² of every weight, h over the first 2000 examples, with |h| where h may be negative; and |w|."""
-    some = batches((data[0][:2000], data[1][:2000]), 100)
-    weights = {name: p.detach() for name, p in model.named_parameters() if p.dim() > 1}
-    found = {
-        label: hesscale.estimate_over(method, model, F.cross_entropy, some, params=list(weights), **options)
-        for label, (method, options) in CURVATURES.items()
-    }
-    for label in ("HesScale", "HesScale, `rank=3`"):
-        found[f"{label}, &#124;h&#124;"] = {name: h.abs() for name, h in found[label].items()}
-    scores = {
-        label: {name: each[name] * w.square() / 2 for name, w in weights.items()} for label, each in found.items()
-    }
-    return {**scores, "&#124;w&#124;": {name: w.abs() for name, w in weights.items()}}
-
-
-def accuracy_without(model: nn.Module, scores: Mapping[str, Tensor], share: float, held_out: Examples) -> float:
-    """In percent, with that share of all weights zero, those of the lowest scores. Biases stay."""
-    everything = torch.cat([score.reshape(-1) for score in scores.values()])
-    threshold = everything.kthvalue(round(share * everything.numel())).values
-    params = dict(model.named_parameters())
-    kept = {name: params[name].detach() * (score > threshold) for name, score in scores.items()}
-    return measure(lambda x: torch.func.functional_call(model, {**params, **kept}, x), held_out)[1]  # type: ignore[arg-type]
-
-
 def main() -> None:
     """Prints what is asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("train", "prune"))
     parser.add_argument("--data", type=Path, required=True, help="folder with MNIST/raw")
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--examples", type=int, default=10_000, help="how many to train with")
@@ -151,8 +93,7 @@ def main() -> None:
     torch.set_num_threads(1)
     data = examples(options.data, train=True, count=options.examples)
     held_out = examples(options.data, train=False, count=10_000)
-    show = print_training if options.what == "train" else print_pruning
-    show(data, held_out, seeds=options.seeds, epochs=options.epochs)
+    print_training(data, held_out, seeds=options.seeds, epochs=options.epochs)
 
 
 if __name__ == "__main__":

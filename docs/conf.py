@@ -49,7 +49,9 @@ sphinx_gallery_conf = {
 copybutton_exclude = ".linenos, .gp, .go"
 
 html_theme = "furo"
-html_title = "hesscale"
+html_title = "hesscale: the Hessian diagonal in PyTorch"
+html_short_title = "hesscale"
+html_baseurl = "https://hesscale.github.io/hesscale/"
 html_show_copyright = False
 html_theme_options = {
     "source_repository": REPOSITORY,

@@ -61,10 +61,17 @@ def synchronize(optimizer: Optimizer, model: nn.Module, *, group: Any = None) ->
 def average_curvature(params: Iterable[Tensor], group: Any = None) -> None:
     """Replaces ``p.curvature`` by its average over the processes of ``group``, zero where a process has none.
 
-    Every process must pass the same parameters. Where no process has any curvature, none is written.
+    Every process must pass the same parameters. Where no process has any curvature, none is written. Alone, or without
+    a process group, nothing changes.
+
+    >>> w = torch.tensor([1.0, 2.0], requires_grad=True)
+    >>> hesscale.backward((w**3).sum())
+    >>> hesscale.distributed.average_curvature([w])
+    >>> w.curvature
+    tensor([ 6., 12.])
     """
     params = list(params)
-    count = dist.get_world_size(group)
+    count = dist.get_world_size(group) if dist.is_initialized() else 1
     if count == 1 or not params:
         return
     known = torch.tensor([float(_curvature(p) is not None) for p in params], device=params[0].device)

@@ -39,7 +39,11 @@ _NO_EXAMPLES = "how many examples was this diagonal averaged over? Say so: examp
 
 
 def half_squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
-    """½ Σ_d (f_d − y_d)², the mean over examples: the loss of a regression whose noise has variance 1."""
+    """½ Σ_d (f_d − y_d)², the mean over examples: the loss of a regression whose noise has variance 1.
+
+    >>> hesscale.applications.laplace.half_squared_error(torch.tensor([[1.0, 3.0]]), torch.zeros(1, 2))
+    tensor(5.)
+    """
     if outputs.shape != targets.shape:
         raise ValueError(
             f"outputs have shape {tuple(outputs.shape)}, but targets {tuple(targets.shape)}: make them alike"

@@ -180,7 +180,14 @@ def apply_masks(model: nn.Module, chosen: Mapping[str, Place], kept: Mapping[str
 
 
 def load_pruned(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Loads the ``state_dict`` of a pruned model into a model of the same kind, pruned or not; all of it or nothing."""
+    """Loads the ``state_dict`` of a pruned model into a model of the same kind, pruned or not; all of it or nothing.
+
+    >>> model = nn.Linear(2, 1)
+    >>> _ = nn.utils.prune.l1_unstructured(model, "weight", amount=1)
+    >>> hesscale.applications.pruning.load_pruned(again := nn.Linear(2, 1), model.state_dict())
+    >>> torch.equal(again.weight, model.weight)
+    True
+    """
     dense = [place for place in all_places(model) if not place.masked]
     to_mask = [place for place in dense if {place.name + _ORIG, place.name + _MASK} <= state.keys()]
     with _all_or_nothing(model, to_mask):

@@ -22,6 +22,10 @@ def neurons(model: nn.Module, *, without: Sequence[str] = ()) -> dict[str, Tenso
 
     ``without`` names modules to leave out, such as the last: its outputs are the model's. Outputs of layers inside
     ``nn.MultiheadAttention`` are not neurons: see ``heads``. Layers with a parametrized weight are left out.
+
+    >>> model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))
+    >>> hesscale.applications.pruning.neurons(model, without=["2"])["0.bias"]  # three groups, by number
+    tensor([0, 1, 2])
     """
     inside = {id(part) for m in model.modules() if isinstance(m, nn.MultiheadAttention) for part in m.modules()}
     found: dict[str, Tensor] = {}
@@ -43,7 +47,12 @@ def neurons(model: nn.Module, *, without: Sequence[str] = ()) -> dict[str, Tenso
 
 
 def heads(model: nn.Module) -> dict[str, Tensor]:
-    """A group per head of every ``nn.MultiheadAttention``: its rows of q, k and v, and its columns of the output."""
+    """A group per head of every ``nn.MultiheadAttention``: its rows of q, k and v, and its columns of the output.
+
+    >>> groups = hesscale.applications.pruning.heads(nn.MultiheadAttention(4, 2))
+    >>> groups["out_proj.weight"]
+    tensor([0, 0, 1, 1])
+    """
     found: dict[str, Tensor] = {}
     count = 0
     for name, module in model.named_modules():
