@@ -260,7 +260,7 @@ def _arm(
     writes: bool = False,
 ) -> Walk:
     way = method_named(method)
-    fallback = None if missing == "raise" else fallback_named(missing, generator)
+    fallback = fallback_named(missing, generator)
     outputs = _as_tuple(output)
     if not all(isinstance(y, GradientEdge) or (isinstance(y, Tensor) and y.requires_grad) for y in outputs):
         raise ValueError("output must be a tensor (or several) of the loss's graph")

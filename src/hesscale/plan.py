@@ -130,6 +130,7 @@ def _plan(rows: tuple[Row, ...], question: Question, fallback: Rule | None = Non
     rules = look_up(rows, wiring.order, method.rules, fallback)
     loss = set(wiring.order) - _network(rows, wiring, rules, question) if method.gauss_newton else None
     regions = find_regions(wiring, rules, frozenset(question.borders if method.gauss_newton else ()))
+    places = {place for place, _ in targets}
     inside = {place for region in regions.values() for place in region.places[1:]}
     stops = [
         Stop(
@@ -140,7 +141,7 @@ def _plan(rows: tuple[Row, ...], question: Question, fallback: Rule | None = Non
             inputs=wiring.edges[place],
             wanted=wiring.wanted[place],
             is_loss=loss is None or place in loss,
-            is_target=any(link[0] == place for link in targets),
+            is_target=place in places,
             nothing=(None,) * len(wiring.shapes[place]),
         )
         for place in wiring.order

@@ -37,7 +37,6 @@ class ByAutograd(Rule):
     Any other is gone through element by element: one backward per output, one double backward per input.
     """
 
-    limit: int = _LIMIT
     traced_as_elementwise: bool = False
     """What a node is taken for while tracing, when nothing can be found out: nan comes out if that was wrong."""
 
@@ -91,10 +90,10 @@ class ByAutograd(Rule):
         return self.traced_as_elementwise or not is_traced()
 
     def _refuse_large(self, node: Any, size: int) -> None:
-        if size > self.limit:
+        if size > _LIMIT:
             raise NotImplementedError(
                 f"{node.name()} is not element-wise and works on {size} elements, too many to go through one by one "
-                f"(the limit is {self.limit}): pass missing='sample', or register a rule for it."
+                f"(the limit is {_LIMIT}): pass missing='sample', or register a rule for it."
             )
 
     def is_linear(self, wanted: Sequence[torch.Size | None]) -> bool:

@@ -87,6 +87,12 @@ class Selection(Rule):
         return self.linear
 
 
+def _in_one_group(wanted: Sequence[torch.Size | None], groups: Sequence[tuple[int, ...]]) -> bool:
+    """Whether all wanted inputs are among those of one group."""
+    inputs = {i for i, shape in enumerate(wanted) if shape is not None}
+    return any(inputs <= set(group) for group in groups)
+
+
 Pair = tuple[Factor, Factor]
 Ratio = tuple[float, float, Tensor | None]
 
@@ -134,8 +140,7 @@ class Elementwise(Rule):
         ]
 
     def is_linear(self, wanted: Sequence[torch.Size | None]) -> bool:
-        inputs = {i for i, shape in enumerate(wanted) if shape is not None}
-        return any(inputs <= set(group) for group in self.linear)
+        return _in_one_group(wanted, self.linear)
 
 
 def of_ratio(a: float, b: float, again: Callable[..., Tensor] | None = None) -> Elementwise:
@@ -254,7 +259,6 @@ class Bilinear(Rule):
     backward: Callable[..., Curvatures]
     operands: tuple[str, ...]
     linear: tuple[tuple[int, ...], ...] = ((0,), (1,))
-    pointwise: bool = False
 
     @functools.cached_property
     def _names(self) -> tuple[str, ...]:
@@ -268,8 +272,7 @@ class Bilinear(Rule):
         return self.backward(node, s0, wanted, *squares)
 
     def is_linear(self, wanted: Sequence[torch.Size | None]) -> bool:
-        inputs = {i for i, shape in enumerate(wanted) if shape is not None}
-        return any(inputs <= set(group) for group in self.linear)
+        return _in_one_group(wanted, self.linear)
 
 
 @dataclass(frozen=True)

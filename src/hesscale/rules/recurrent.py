@@ -46,7 +46,6 @@ def _plain_cell(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Sta
 
 
 _CELLS = (_plain_cell(torch.relu), _plain_cell(torch.tanh), lstm_cell, gru_cell)  # by the mode of mkldnn and cuDNN
-_LSTM = 2
 
 
 def _run(mode: int, steps: Sequence[Tensor], state: State, weights: Weights, reverse: bool) -> tuple[Tensor, State]:

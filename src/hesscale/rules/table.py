@@ -25,8 +25,7 @@ class RuleTable(Mapping[Key, Rule]):
 
     def __init__(self, rows: Mapping[Any, Rule] | None = None, *, base: RuleTable | None = None) -> None:
         self._rows: dict[Key, Rule] = dict(rows or {})
-        self._base: Mapping[Key, Rule] = {} if base is None else base
-        self._below = base
+        self._base = base
         self._changes = 0
 
     def register(self, rule: Rule, *nodes: Key, replace: bool = False) -> None:
@@ -77,19 +76,18 @@ class RuleTable(Mapping[Key, Rule]):
     @property
     def version(self) -> int:
         """A number that grows with every change, also one of the base: plans are kept by it."""
-        return self._changes + (0 if self._below is None else self._below.version)
+        return self._changes + (0 if self._base is None else self._base.version)
 
     def __getitem__(self, key: Key) -> Rule:
-        try:
+        if key in self._rows or self._base is None:
             return self._rows[key]
-        except KeyError:
-            return self._base[key]
+        return self._base[key]
 
     def __iter__(self) -> Iterator[Key]:
-        return iter({**self._base, **self._rows})
+        return iter({**dict.fromkeys(self._base or ()), **dict.fromkeys(self._rows)})
 
     def __len__(self) -> int:
-        return len({*self._base, *self._rows})
+        return len({*(self._base or ()), *self._rows})
 
     # a table is equal to itself only: plans are kept for tables that may still grow
     __eq__ = object.__eq__
