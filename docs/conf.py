@@ -27,6 +27,9 @@ extensions = [
 nitpicky = False  # signatures name torch's types, and the site is built without a network
 
 myst_heading_anchors = 3
+myst_html_meta = {
+    "description": "The diagonal of the Hessian of any PyTorch model's loss in one backward pass, and what it is for"
+}
 myst_enable_extensions = ["deflist"]
 
 autodoc_member_order = "bysource"
@@ -57,7 +60,7 @@ html_theme_options = {
     "source_repository": REPOSITORY,
     "source_branch": "main",
     "source_directory": "docs/",
-    "footer_icons": [],
+    "footer_icons": [{"name": "GitHub", "url": REPOSITORY, "html": "GitHub", "class": ""}],
 }
 html_static_path = ["_static"]
 html_css_files = ["site.css"]

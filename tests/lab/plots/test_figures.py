@@ -161,7 +161,7 @@ def test_an_odd_number_of_cells_is_drawn() -> None:
 
 def test_a_report_draws_studies_from_their_records(tmp_path: Path) -> None:
     """Some committed folders have no figure in them; none is needed."""
-    source = RESULTS / "cost-alone" / "AdaHesScale"
+    source = RESULTS / "cost-now" / "headline"
     assert not list(source.glob("*.png"))
     collection = collect([source])
     assert write(collection, tmp_path).left_out == ()
