@@ -112,7 +112,7 @@ def test_cost_figures_show_every_cell_and_say_what_they_show() -> None:
     assert list(cost.figures({"threads": 1}, [])) == []
 
 
-@pytest.mark.parametrize("name", ["quality/mnist-relu", "cost-panels"])
+@pytest.mark.parametrize("name", ["quality/mnist-relu", "cost"])
 def test_figures_of_committed_studies_show_everything(name: str) -> None:
     (study,) = collect([RESULTS / name]).studies
     assert study.kind
