@@ -182,6 +182,10 @@ NO_LIKELIHOODS: dict[str, tuple[Callable[..., Tensor], str]] = {
     ),
     "a logarithm": (lambda y, t: F.mse_loss(y, t).log(), "ends in LogBackward0 of a scalar"),
     "an exponential": (lambda y, t: 2 * F.cross_entropy(y, t.softmax(1)).exp(), "ends in ExpBackward0 of a scalar"),
+    "an exponential of a normal": (
+        lambda y, t: F.gaussian_nll_loss(y, t, y.exp()).exp(),
+        "ends in ExpBackward0 of a scalar",
+    ),
     "a root": (lambda y, t: F.mse_loss(y, t).sqrt(), "ends in SqrtBackward0 of a scalar"),
     "a product": (lambda y, t: F.mse_loss(y, t) * F.huber_loss(y, t), "ends in MulBackward0 of a scalar"),
     "a ratio": (lambda y, t: F.mse_loss(y, t) / F.huber_loss(y, t), "ends in DivBackward0 of a scalar"),

@@ -313,8 +313,8 @@ def likelihoods_of(graph: Graph, wiring: Wiring) -> Terms:
     """The likelihoods a loss is linear in, and those it is a function of as scalars: rooted, or weighed by others."""
     part = _linear_part(graph, wiring, 0)
     logs = {node.next_functions[0]: node for node in part.others if node.name() == "LogBackward0"}
-    ratios = [node for node in part.others if _is_square_over_variance(node, wiring.wanted[graph.places[node]])]
-    normals = [NormalOfTwo(node, logs[node.next_functions[1]]) for node in ratios if node.next_functions[1] in logs]
+    pairs = [(node, logs.get(node.next_functions[1])) for node in part.ratios]
+    normals = [NormalOfTwo(node, log) for node, log in pairs if log is not None]
     known = {node for own in normals for node in own.nodes}
     strangers = [f"{node.name()} of a scalar" for node in part.scalars if _bends(node, graph, wiring)]
     strangers += [node.name() for node in part.others if not (node in known or graph.places[node] in part.passed)]
@@ -326,27 +326,30 @@ class _Part(NamedTuple):
 
     found: list[Likelihood]
     others: list[Any]  # nodes that are neither linear nor likelihoods
-    scalars: list[Any]  # those of both that work on scalars only, and have a rule
+    ratios: list[Any]  # those of them that divide a square by what may be its variance
+    scalars: list[Any]  # those of all that work on scalars only, and have a rule
     reached: set[int]
     passed: set[int]
 
 
 def _linear_part(graph: Graph, wiring: Wiring, start: int) -> _Part:
-    part = _Part([], [], [], {start}, set())
+    part = _Part([], [], [], [], {start}, set())
     for place in wiring.order:
         node, wanted = graph.nodes[place], wiring.wanted[place]
         if place not in part.reached or not any(shape is not None for shape in wanted):
             continue
-        own, rule = blocks_at(node, wanted), RULES.get(node.name())
+        own, rule, is_ratio = blocks_at(node, wanted), RULES.get(node.name()), _is_square_over_variance(node, wanted)
         is_linear = own is None and rule is not None and rule.is_linear(wanted)
         is_scalar = rule is not None and not any(wanted)
         if own is not None:
             part.found.append(own)
         elif not is_linear:
             part.others.append(node)
+        if is_ratio:
+            part.ratios.append(node)
         if is_scalar and not is_linear:
             part.scalars.append(node)
-        if is_linear or (is_scalar and own is None and not _is_square_over_variance(node, wanted)):
+        if is_linear or (is_scalar and own is None and not is_ratio):
             part.passed.add(place)
             part.reached.update(link[0] for link in wiring.edges[place] if link is not None)
     return part
@@ -355,7 +358,8 @@ def _linear_part(graph: Graph, wiring: Wiring, start: int) -> _Part:
 def _bends(node: Any, graph: Graph, wiring: Wiring) -> bool:
     """Whether an operation on scalars is not linear in the likelihoods behind it: a factor without one is a weight."""
     place, rule = graph.places[node], RULES[node.name()]
-    leads = [link is not None and bool(_linear_part(graph, wiring, link[0]).found) for link in wiring.edges[place]]
+    parts = [None if link is None else _linear_part(graph, wiring, link[0]) for link in wiring.edges[place]]
+    leads = [part is not None and bool(part.found or part.ratios) for part in parts]
     own = [shape if is_own else None for shape, is_own in zip(wiring.wanted[place], leads, strict=True)]
     return any(leads) and not rule.is_linear(own) and not _is_straight(rule)
 
