@@ -41,6 +41,53 @@ def test_examples_are_a_positive_number(examples: Any) -> None:
         laplace(network(), diagonal=ones_like(network()), examples=examples)
 
 
+class Named(nn.Module):
+    """A model whose output, or the two halves of it, are in a mapping."""
+
+    def __init__(self, model: nn.Module, *, halves: bool) -> None:
+        super().__init__()
+        self.model, self.halves = model, halves
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        y = self.model(x)
+        return {"left": y[:, :1], "right": y[:, 1:]} if self.halves else {"both": y}
+
+
+@pytest.mark.parametrize("halves", [False, True])
+def test_the_evidence_of_a_regression_with_named_outputs(halves: bool) -> None:
+    """The same as with a tensor, its constant ½ log 2πσ² per number included."""
+    plain, x, y = nn.Linear(4, 3).double(), draws(11, 4), draws(11, 3, seed=2)
+
+    def loss_fn(outputs: dict[str, Tensor], targets: Any) -> Tensor:
+        return half_squared_error(
+            *(torch.cat([*o.values()], 1) if isinstance(o, dict) else o for o in (outputs, targets))
+        )
+
+    targets = {"left": y[:, :1], "right": y[:, 1:]} if halves else y
+    found = laplace(Named(plain, halves=halves), loss_fn, [(x, targets)], likelihood="regression", noise=0.25)
+    wanted = laplace(plain, half_squared_error, [(x, y)], likelihood="regression", noise=0.25)
+    assert found.outputs == wanted.outputs == 3
+    assert found.log_marginal_likelihood() == pytest.approx(wanted.log_marginal_likelihood(), rel=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(11, 1), (11,)])
+def test_a_single_logit_is_refused(shape: tuple[int, ...]) -> None:
+    model = nn.Sequential(nn.Linear(4, 1), *([nn.Flatten(0)] if len(shape) == 1 else [])).double()
+    bits = torch.ones(shape, dtype=torch.float64)
+    with pytest.raises(ValueError, match="end in two logits, and train it with cross_entropy"):
+        laplace(model, F.binary_cross_entropy_with_logits, [(draws(11, 4), bits)])
+
+
+def test_a_single_logit_is_refused_where_it_is_first_seen() -> None:
+    model, x = nn.Linear(4, 1).double(), draws(5, 4)
+    found = laplace(model, diagonal=ones_like(model), examples=11)
+    for predict in (found.predict, lambda x: found.predict(x, samples=3)):
+        with pytest.raises(ValueError, match="end in two logits, and train it with cross_entropy"):
+            predict(x)
+    with pytest.raises(ValueError, match="end in two logits, and train it with cross_entropy"):
+        found.with_validated_prior([(x, torch.zeros(5, dtype=torch.long))])
+
+
 def pruned() -> nn.Sequential:
     model = network()
     prune.random_unstructured(model[0], "weight", amount=0.5)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 import hesscale
@@ -64,3 +64,24 @@ def test_a_layer_called_twice_is_named() -> None:
     shared = nn.Linear(3, 3).double()
     with pytest.raises(NotImplementedError, match=r"0\.weight \(2 calls\)"):
         hesscale.estimate("kfac", nn.Sequential(shared, nn.Tanh(), shared), F.mse_loss, (numbers(2, 3), numbers(2, 3)))
+
+
+class Tied(nn.Module):
+    """One weight in two layers, or in a layer and a function."""
+
+    def __init__(self, *, by_function: bool) -> None:
+        super().__init__()
+        self.first, self.by_function = nn.Linear(3, 3, bias=False), by_function
+        self.second = nn.Linear(3, 3, bias=False)
+        self.second.weight = self.first.weight
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x).tanh()
+        return F.linear(h, self.first.weight) if self.by_function else self.second(h)
+
+
+@pytest.mark.parametrize("by_function", [False, True])
+def test_a_weight_that_is_shared_is_named(by_function: bool) -> None:
+    with pytest.raises(NotImplementedError, match=r"one layer reads, once, not: first\.weight \(read 2 times\)"):
+        hesscale.estimate("kfac", Tied(by_function=by_function), F.mse_loss, (numbers(2, 3), numbers(2, 3)))

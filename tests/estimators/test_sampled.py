@@ -159,6 +159,77 @@ def test_sampling_without_a_likelihood_is_an_error(method: str) -> None:
         hesscale.estimate(method, case.model, F.nll_loss, BY_NAME["mlp"].batch)
 
 
+def chi_square(y: Tensor, t: Tensor) -> Tensor:
+    return ((y.exp() - t) ** 2 / y.exp()).mean()
+
+
+def chi_square_and_other_logarithms(y: Tensor, t: Tensor) -> Tensor:
+    return (((variance := y.exp()) - t) ** 2 / variance).mean() + (2 * y.exp()).log().mean()
+
+
+def unevenly_weighed(y: Tensor, t: Tensor) -> Tensor:
+    return (((y - t) ** 2 / (variance := y.exp())) + 2 * variance.log()).mean()
+
+
+NO_LIKELIHOODS: dict[str, tuple[Callable[..., Tensor], str]] = {
+    "chi-square": (chi_square, "ends in DivBackward0"),
+    "chi-square and other logarithms": (chi_square_and_other_logarithms, "ends in (Div|Log)Backward0"),
+    "a normal with too much of its logarithm": (unevenly_weighed, "log v and d²/v of a normal do not weigh the same"),
+    "a square": (lambda y, t: F.cross_entropy(y, t.softmax(1)) ** 2, "ends in PowBackward0 of a scalar"),
+    "a squared error": (
+        lambda y, t: F.mse_loss(F.mse_loss(y, t), torch.zeros(()).double()),
+        "ends in MseLossBackward0 of a scalar",
+    ),
+    "a logarithm": (lambda y, t: F.mse_loss(y, t).log(), "ends in LogBackward0 of a scalar"),
+    "an exponential": (lambda y, t: 2 * F.cross_entropy(y, t.softmax(1)).exp(), "ends in ExpBackward0 of a scalar"),
+    "an exponential of a normal": (
+        lambda y, t: F.gaussian_nll_loss(y, t, y.exp()).exp(),
+        "ends in ExpBackward0 of a scalar",
+    ),
+    "a root": (lambda y, t: F.mse_loss(y, t).sqrt(), "ends in SqrtBackward0 of a scalar"),
+    "a product": (lambda y, t: F.mse_loss(y, t) * F.huber_loss(y, t), "ends in MulBackward0 of a scalar"),
+    "a ratio": (lambda y, t: F.mse_loss(y, t) / F.huber_loss(y, t), "ends in DivBackward0 of a scalar"),
+}
+
+
+@pytest.mark.parametrize("method", ["ggn_mc", "kfac"])
+@pytest.mark.parametrize("name", NO_LIKELIHOODS)
+def test_what_only_looks_like_a_likelihood_is_an_error(name: str, method: str) -> None:
+    loss_fn, message = NO_LIKELIHOODS[name]
+    case = BY_NAME["mlp-mse"]
+    with pytest.raises(ValueError, match=f"no likelihood to draw from: .*{message}"):
+        hesscale.estimate(method, case.model, loss_fn, case.batch)
+
+
+WEIGHT = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
+WEIGHED: dict[str, Callable[..., Tensor]] = {
+    "by a parameter": lambda y, t: F.mse_loss(y, t) * (-WEIGHT).exp() + WEIGHT,
+    "over a parameter": lambda y, t: F.mse_loss(y, t) / WEIGHT.exp(),
+    "in pieces": lambda y, t: (F.mse_loss(y, t) - 0.1).abs() + 0.1,
+}
+
+
+@pytest.mark.parametrize("name", WEIGHED)
+def test_scalars_may_weigh_a_likelihood(name: str) -> None:
+    """Learned weights of tasks, and a loss that is kept above a floor."""
+    case = Case("", mlp().double(), WEIGHED[name], (numbers(5, 3), VALUES))
+    assert relative(draw("ggn_mc", case, 20000), reference.ggn(case).diagonal()) < 0.025
+
+
+def test_a_prediction_without_dimensions() -> None:
+    """One example, squeezed: a squared error, and a normal with its variance."""
+    x, t = numbers(1, 3), torch.tensor(0.4, dtype=torch.float64)
+    single = Case("", nn.Linear(3, 1).double(), lambda y, t: (y.squeeze() - t) ** 2, (x, t))
+    assert relative(draw("ggn_mc", single, 20000), reference.ggn(single).diagonal()) < 0.025
+    model = nn.Linear(3, 2).double()
+    normal = Case("", model, lambda y, t: F.gaussian_nll_loss(y[0, 0], t, y[0, 1].exp()), (x, t))
+    v = float(model(x)[0, 1].detach().exp())
+    expected = torch.stack(
+        [x[0].square() / v, x[0].square() / 2]
+    ).flatten()  # 1/v, and v² / 2v² through the exponential
+    assert relative(draw("ggn_mc", normal, 40000)[:6], expected) < 0.03
+
+
 def test_a_loss_may_be_a_sum_of_likelihoods() -> None:
     """Also of several on the same outputs, and of squares that were written by hand."""
 

@@ -26,6 +26,7 @@ from torch.func import functional_call, jacrev, vmap
 
 from ..estimators.api import Size, examples_in, fresh_generator, inputs_and_targets, size_of
 from ..estimators.problem import LossFunction, outputs, without_traces
+from ..graph import tensors_in
 from .masks import alive
 from .over_batches import Batches, How, Progress, diagonal_over, on_device, reporter
 
@@ -156,8 +157,10 @@ class _Seen:
                 loss = float(self._loss_fn(found, targets))
             if self._likelihood == "regression":
                 _refuse_other_scale(loss, found, targets)
+            else:
+                _refuse_one_column(found)
             self.total += count * loss
-            self.outputs = found[0].numel() if isinstance(found, Tensor) else 0
+            self.outputs = _per_example(found if isinstance(found, Tensor) else targets)
         return count
 
     def _terms(self, inputs: Any, targets: Any) -> int:
@@ -167,6 +170,20 @@ class _Seen:
         if targets.is_floating_point():  # probabilities of classes
             return targets[:, :1].numel() if targets.ndim > 1 else len(targets)
         return int((targets.long() != _ignored(self._loss_fn)).sum())
+
+
+def _per_example(values: Any) -> int:
+    """How many numbers there are for one example."""
+    return sum(tensor[0].numel() for tensor in tensors_in(values) if tensor.ndim and len(tensor))
+
+
+def _refuse_one_column(outputs: Any) -> None:
+    """The softmax of a single number is 1, whatever it is."""
+    if isinstance(outputs, Tensor) and outputs.shape[1:].numel() == 1:
+        raise ValueError(
+            f"outputs of shape {tuple(outputs.shape)} have one number per example, but classification needs one for "
+            "each class: let the model end in two logits, and train it with cross_entropy"
+        )
 
 
 def _ignored(loss_fn: Any) -> int:
@@ -233,7 +250,7 @@ class Posterior:
     likelihood: str
     noise: float
     examples: float
-    outputs: int  # of the model for an example
+    outputs: int  # of the model for an example; numbers in its target, if the model returns several tensors
     loss: float  # mean over the examples; nan if it is not known
     clamped: float  # the share of entries whose curvature was negative
 
@@ -323,6 +340,7 @@ class Posterior:
                     raise ValueError(
                         "which dimension of the outputs is that of classes? Take draw(inputs, samples=...).softmax(dim)"
                     )
+                _refuse_one_column(draws[0])
                 return draws.softmax(-1).mean(0)
             return draws.mean(0), draws.var(0) + self.noise
         variance = self.variance
@@ -388,6 +406,7 @@ def _spread(jacobians: Mapping[str, Tensor], variance: Mapping[str, Tensor]) -> 
 
 def probit(outputs: Tensor, spread: Tensor) -> Tensor:
     """softmax(f / √(1 + π/8 var)): the expected probabilities of classes, nearly, for outputs of such variances."""
+    _refuse_one_column(outputs)
     return (outputs / (1 + math.pi / 8 * spread).sqrt()).softmax(-1)
 
 

@@ -19,7 +19,7 @@ from ..fast.chunking import by_rows
 from ..graph import Edge, Graph
 from ..rules import RULES
 from ..rules.calculus import View, sigmoid_slope, widened
-from ..rules.families import signed
+from ..rules.families import Elementwise, Rule, Selection, signed
 from ..rules.probabilities import complement, spread
 from ..wiring import Wiring
 from .batch_layout import Examples, Layout, along_first
@@ -123,6 +123,11 @@ class Likelihood(ABC):
     node: Any
 
     @property
+    def nodes(self) -> list[Any]:
+        """The operations that it consists of, all of equal weight in the loss."""
+        return [self.node]
+
+    @property
     @abstractmethod
     def edges(self) -> list[Edge]:
         """The predictions."""
@@ -196,6 +201,11 @@ class NormalOfTwo(Likelihood):
     """
 
     node: Any  # the division
+    log: Any
+
+    @property
+    def nodes(self) -> list[Any]:
+        return [self.node, self.log]
 
     @property
     def edges(self) -> list[Edge]:
@@ -283,40 +293,80 @@ def blocks_at(node: Any, wanted: Sequence[torch.Size | None]) -> Blocks | None:
     return Blocks(node, tuple((index, 1 - 2 * index) for index in inputs), _ROWS[name], shape, dim)
 
 
-def _normal_of_two(node: Any, wanted: Sequence[torch.Size | None]) -> NormalOfTwo | None:
+def _is_square_over_variance(node: Any, wanted: Sequence[torch.Size | None]) -> bool:
     if node.name() != "DivBackward0" or len(set(wanted)) > 1:
-        return None
+        return False
     square = node.next_functions[0][0]
-    return NormalOfTwo(node) if square.name() == "PowBackward0" and square._saved_exponent == 2 else None
+    return bool(square.name() == "PowBackward0" and square._saved_exponent == 2)
 
 
 class Terms(NamedTuple):
     """What a loss is a sum of."""
 
-    likelihoods: list[Likelihood]  # in which it is linear
+    likelihoods: list[Likelihood]  # in which it is linear, but for operations on scalars
     stranger: str | None  # the first operation that is neither linear nor one of them
-    reached: set[int]  # places that the loss is linear in
+    reached: set[int]  # places that the loss is linear in, but for operations on scalars
+    passed: set[int]  # those of them that are linear themselves, or operations on scalars
 
 
 def likelihoods_of(graph: Graph, wiring: Wiring) -> Terms:
-    """The likelihoods a loss is linear in. Operations on scalars do not count as others: they weigh the loss."""
-    found: list[Likelihood] = []
-    strangers: list[Any] = []
-    reached = {0}
+    """The likelihoods a loss is linear in, and those it is a function of as scalars: rooted, or weighed by others."""
+    part = _linear_part(graph, wiring, 0)
+    logs = {node.next_functions[0]: node for node in part.others if node.name() == "LogBackward0"}
+    pairs = [(node, logs.get(node.next_functions[1])) for node in part.ratios]
+    normals = [NormalOfTwo(node, log) for node, log in pairs if log is not None]
+    known = {node for own in normals for node in own.nodes}
+    strangers = [f"{node.name()} of a scalar" for node in part.scalars if _bends(node, graph, wiring)]
+    strangers += [node.name() for node in part.others if not (node in known or graph.places[node] in part.passed)]
+    return Terms([*part.found, *normals], strangers[0] if strangers else None, part.reached, part.passed)
+
+
+class _Part(NamedTuple):
+    """What linear operations and those on scalars lead to."""
+
+    found: list[Likelihood]
+    others: list[Any]  # nodes that are neither linear nor likelihoods
+    ratios: list[Any]  # those of them that divide a square by what may be its variance
+    scalars: list[Any]  # those of all that work on scalars only, and have a rule
+    reached: set[int]
+    passed: set[int]
+
+
+def _linear_part(graph: Graph, wiring: Wiring, start: int) -> _Part:
+    part = _Part([], [], [], [], {start}, set())
     for place in wiring.order:
         node, wanted = graph.nodes[place], wiring.wanted[place]
-        if place not in reached or not any(shape is not None for shape in wanted):
+        if place not in part.reached or not any(shape is not None for shape in wanted):
             continue
-        own = blocks_at(node, wanted) or _normal_of_two(node, wanted)
+        own, rule, is_ratio = blocks_at(node, wanted), RULES.get(node.name()), _is_square_over_variance(node, wanted)
+        is_linear = own is None and rule is not None and rule.is_linear(wanted)
+        is_scalar = rule is not None and not any(wanted)
         if own is not None:
-            found.append(own)
-        elif node.name() in RULES and (RULES[node.name()].is_linear(wanted) or not any(wanted)):
-            reached.update(link[0] for link in wiring.edges[place] if link is not None)
-        else:
-            strangers.append(node)
-    variances = {own.edges[1] for own in found if isinstance(own, NormalOfTwo)}
-    names = [node.name() for node in strangers if node.next_functions[0] not in variances]
-    return Terms(found, names[0] if names else None, reached)
+            part.found.append(own)
+        elif not is_linear:
+            part.others.append(node)
+        if is_ratio:
+            part.ratios.append(node)
+        if is_scalar and not is_linear:
+            part.scalars.append(node)
+        if is_linear or (is_scalar and own is None and not is_ratio):
+            part.passed.add(place)
+            part.reached.update(link[0] for link in wiring.edges[place] if link is not None)
+    return part
+
+
+def _bends(node: Any, graph: Graph, wiring: Wiring) -> bool:
+    """Whether an operation on scalars is not linear in the likelihoods behind it: a factor without one is a weight."""
+    place, rule = graph.places[node], RULES[node.name()]
+    parts = [None if link is None else _linear_part(graph, wiring, link[0]) for link in wiring.edges[place]]
+    leads = [part is not None and bool(part.found or part.ratios) for part in parts]
+    own = [shape if is_own else None for shape, is_own in zip(wiring.wanted[place], leads, strict=True)]
+    return any(leads) and not rule.is_linear(own) and not _is_straight(rule)
+
+
+def _is_straight(rule: Rule) -> bool:
+    """Piecewise linear: |L − b| + b is a likelihood L again, or −L."""
+    return isinstance(rule, Selection) or (isinstance(rule, Elementwise) and not (rule.derivatives or rule.ratio))
 
 
 def known_likelihoods() -> str:

@@ -99,18 +99,26 @@ def _masked(v: Tensor, layout: Layout, size: int, place: int) -> Tensor:
     return v.where(elements // layout.stride % layout.count % size == place, 0.0)
 
 
+def _alike(a: Tensor | None, b: Tensor | None) -> bool:
+    return a is b or (a is not None and b is not None and torch.allclose(a, b, rtol=1e-3))  # half precision is coarse
+
+
 @final
 class Draws:
     """The likelihoods of a loss, to be drawn from; an error says what is in the way."""
 
     def __init__(self, loss: Tensor, graph: Graph | None = None, wiring: Wiring | None = None) -> None:
         graph = trace(edge_of(loss)[0]) if graph is None else graph
-        self.terms, stranger, _ = likelihoods_of(graph, wire(graph.rows) if wiring is None else wiring)
+        self.terms, stranger, *_ = likelihoods_of(graph, wire(graph.rows) if wiring is None else wiring)
         if stranger is not None or not self.terms:
             ending = "is linear, without" if stranger is None else f"ends in {stranger}, which is neither linear nor"
             raise ValueError(f"no likelihood to draw from: the loss {ending} one of {known_likelihoods()}")
-        nodes = [(term.node, 0) for term in self.terms]
-        self._slopes = nested_gradients([edge_of(loss)], nodes, [torch.ones_like(loss)])
+        nodes = [node for term in self.terms for node in term.nodes]
+        found = nested_gradients([edge_of(loss)], [(node, 0) for node in nodes], [torch.ones_like(loss)])
+        slopes = dict(zip(nodes, found, strict=True))
+        if not all(_alike(slopes[term.node], slopes[node]) for term in self.terms for node in term.nodes):
+            raise ValueError("no likelihood to draw from: log v and d²/v of a normal do not weigh the same in the loss")
+        self._slopes = [slopes[term.node] for term in self.terms]
 
     @property
     def edges(self) -> list[Edge]:

@@ -13,7 +13,8 @@ from torch.autograd.graph import GradientEdge
 
 from ..graph import Edge
 from .batched_vjp import chunks, pulled_back, recorded, unit_vectors
-from .problem import Problem, predictions
+from .cut import noted, predictions
+from .problem import Problem
 
 
 def hessian(problem: Problem) -> Sequence[Tensor | None]:
@@ -41,8 +42,9 @@ def ggn(problem: Problem) -> Sequence[Tensor | None]:
     whichever are fewer.
     """
     outputs, extra = recorded(problem)
+    ends = noted(outputs)
     loss = problem.loss(outputs)
-    places = predictions(loss, outputs)
+    places = predictions(loss, ends)
     with _ending_at(places):
         found = torch.autograd.grad(loss, [GradientEdge(*y) for y in places], create_graph=True, allow_unused=True)
     pairs = [(y, slope) for y, slope in zip(places, found, strict=True) if slope is not None]
@@ -106,5 +108,5 @@ def _own_squares(
         pushed = pulled_back([u], weights, [unit_vectors(start, stop, p)])
         with _ending_at(ys):
             curved = pulled_back(slopes, ys, pushed)
-        result[start:stop] = sum((a * b).flatten(1).sum(1) for a, b in zip(pushed, curved, strict=True))
+        result[start:stop] = sum((a * b).reshape(len(a), -1).sum(1) for a, b in zip(pushed, curved, strict=True))
     return result.view(p.shape)

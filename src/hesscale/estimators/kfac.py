@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ..columns.sampled import Draws
+from ..graph import edge_of, trace
 from .batched_vjp import chunks, pulled_back
 from .problem import Problem
 
@@ -31,8 +33,10 @@ def kfac(problem: Problem) -> Sequence[Tensor | None]:
     owners = _owners(problem)
     with _recorded(set(owners.values())) as calls:
         outputs = problem.outputs()
-    draws = Draws(problem.loss(outputs))
+    loss = problem.loss(outputs)
+    draws = Draws(loss)
     _refuse_odd_calls(owners, calls)
+    _refuse_shared(problem, loss)
     layers = list(calls)
     gs = dict(zip(layers, _output_factors(problem, draws, layers, calls), strict=True))
     return [
@@ -77,6 +81,15 @@ def _refuse_odd_calls(owners: Mapping[str, nn.Module], calls: Calls) -> None:
     odd = [f"{name} ({len(calls[owner])} calls)" for name, owner in owners.items() if len(calls[owner]) != 1]
     if odd:
         raise NotImplementedError(f"'kfac' needs layers that are called once in a forward pass, not: {', '.join(odd)}")
+
+
+def _refuse_shared(problem: Problem, loss: Tensor) -> None:
+    graph = trace(edge_of(loss)[0])
+    readers = Counter(link[0] for row in graph.rows for link in row[2] if link is not None)
+    counts = {name: readers[graph.places.get(edge_of(p)[0], -1)] for name, p in problem.params.items()}
+    shared = [f"{name} (read {count} times)" for name, count in counts.items() if count > 1]
+    if shared:
+        raise NotImplementedError(f"'kfac' needs parameters that one layer reads, once, not: {', '.join(shared)}")
 
 
 def _output_factors(problem: Problem, draws: Draws, layers: Sequence[nn.Module], calls: Calls) -> Sequence[Tensor]:

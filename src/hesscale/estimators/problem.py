@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..columns.dial import Rank
-from ..columns.likelihoods import likelihoods_of
-from ..graph import LOW_PRECISION, Edge, edge_of, trace
-from ..wiring import behind, wire
+from ..graph import LOW_PRECISION
 
 LossFunction = Callable[[Any, Any], Tensor]
 """From a model's outputs and the targets to a scalar."""
@@ -68,45 +66,6 @@ def outputs(model: nn.Module, inputs: Any) -> Any:
     """What a model says to a batch's inputs."""
     args, kwargs = arguments(inputs)
     return model(*args, **kwargs)
-
-
-def output_tensors(outputs: Any) -> tuple[Tensor, ...]:
-    """The tensors the Gauss-Newton matrix is split at: a model's output, or those in tuples, lists and mappings."""
-    tensors = tuple(y for y in _in_containers(outputs) if y.requires_grad)
-    if not tensors:
-        raise TypeError(
-            "this method needs the model's output to be a tensor that requires grad, or a tuple or mapping of them, "
-            f"not {type(outputs).__name__}"
-        )
-    return tensors
-
-
-def _in_containers(outputs: Any) -> Iterator[Tensor]:
-    if isinstance(outputs, Tensor):
-        yield outputs
-    elif is_dataclass(outputs) and not isinstance(outputs, (type, Mapping)):
-        yield from _in_containers([getattr(outputs, field.name) for field in fields(outputs)])
-    elif isinstance(outputs, (tuple, list, Mapping)):
-        for one in outputs.values() if isinstance(outputs, Mapping) else outputs:
-            yield from _in_containers(one)
-
-
-def predictions(loss: Tensor, outputs: Any) -> list[Edge]:
-    """Where the loss begins: at the model's outputs, or behind a likelihood that is part of the model.
-
-    The latter for outputs in which the loss is linear: of a model that ends in log-softmax, with nll_loss.
-    """
-    graph = trace(edge_of(loss)[0])
-    borders = [edge for edge in map(edge_of, output_tensors(outputs)) if edge[0] in graph.places]
-    if not borders:
-        raise ValueError("the loss does not depend on any tensor among the model's outputs")
-    terms = likelihoods_of(graph, wire(graph.rows))
-    found: list[Edge] = []
-    for border in borders:
-        model = behind([graph.link(border)], graph.rows) if graph.places[border[0]] in terms.reached else set()
-        own = [edge for term in terms.likelihoods if graph.places[term.node] in model for edge in term.edges]
-        found += own or [border]
-    return [*dict.fromkeys(found)]
 
 
 def chosen_parameters(model: nn.Module, names: Sequence[str] | None) -> dict[str, Tensor]:

@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from ..backward import diagonal
-from .problem import Problem, predictions, wide
+from .cut import noted, predictions
+from .problem import Problem, wide
 
 
 def hesscale(problem: Problem) -> Sequence[Tensor | None]:
@@ -24,8 +25,9 @@ def hesscale_gn(problem: Problem) -> Sequence[Tensor | None]:
     Or behind the log-softmax that the model ends in, if the loss is linear in its output.
     """
     outputs = problem.outputs()
+    ends = noted(outputs)
     loss = problem.loss(outputs)
-    borders = [GradientEdge(*edge) for edge in predictions(loss, outputs)]
+    borders = [GradientEdge(*edge) for edge in predictions(loss, ends)]
     return diagonal(
         loss,
         problem.tensors,
