@@ -22,13 +22,14 @@ def draw(experiment: Experiment, *, columns: int | None = None) -> Figure:
     """Rows are β₁, columns β₂; a line per optimizer over the step sizes, bars of ± 2 standard errors.
 
     An optimizer without moments (SGD) is the same in all panels. A hollow mark: some run became not finite, and counts
-    with its loss before training.
+    with its loss before training. A setting whose runs have not ended has no final loss yet, and no mark.
     """
-    pairs = sorted({(s.beta1, s.beta2) for s in experiment.series if s.beta1 or s.beta2}) or [(0.0, 0.0)]
+    ended = tuple(series for series in experiment.series if series.has_ended)
+    pairs = sorted({(s.beta1, s.beta2) for s in ended if s.beta1 or s.beta2}) or [(0.0, 0.0)]
     beta2s = len({beta2 for _, beta2 in pairs})
     columns = min(columns or beta2s, len(pairs))
     rows = -(-len(pairs) // columns)
-    shown = styles(series.label for series in experiment.series)
+    shown = styles(series.label for series in ended)
     wide = columns > 1
     legend_columns = 4 if columns > 2 else 2
     height = 2.9 * rows + 0.25 * -(-len(shown) // legend_columns) + 0.3
@@ -37,7 +38,7 @@ def draw(experiment: Experiment, *, columns: int | None = None) -> Figure:
     for axes in panels[len(pairs) :]:
         axes.set_axis_off()
     for axes, pair in zip(panels, pairs, strict=False):
-        _draw_pair(axes, pair, experiment.series, shown)
+        _draw_pair(axes, pair, ended, shown)
         if wide:
             axes.label_outer()
         axes.set_title(f"β₁ = {pair[0]:g}, β₂ = {pair[1]:g}" if any(pair) else "no moments", fontsize="medium")

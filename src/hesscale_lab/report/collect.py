@@ -67,6 +67,15 @@ class Series:
         reached = [epoch for epoch, seconds in enumerate(self.seconds) if not math.isnan(seconds)]
         return self.seconds[reached[-1]] / reached[-1] if reached[-1] else math.nan
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether its runs came to their end; means of unfinished ones go as far as all of these came."""
+        return all(history.state is not State.UNFINISHED for history in self.histories)
+
+    def area_until(self, epoch: int) -> float:
+        """The area under the mean validation loss over epochs 0 … ``epoch``."""
+        return math.fsum(value.mean for value in self.values["valid_loss"][: epoch + 1])
+
     def best(self, metric: str) -> tuple[int, Estimate]:
         """The epoch at which the mean is best, and its value there."""
         pick = max if metric.endswith("accuracy") else min
@@ -106,17 +115,24 @@ class Experiment:
 
     @cached_property
     def chosen(self) -> dict[str, Series]:
-        """One setting per optimizer and its options: with the most seeds; among equals, with the smallest area."""
+        """One setting per optimizer and its options: of those that have ended, if there are any, the one with the most
+        seeds; among equals, with the smallest area over the epochs that all of them have.
+        """
         chosen: dict[str, Series] = {}
         for name in styles(series.label for series in self.series):
             own = [series for series in self.series if series.label == name]
-            chosen[name] = min(own, key=lambda series: (-len(series.seeds), series.area.mean))
+            chosen[name] = _best_of([series for series in own if series.has_ended] or own)
         return chosen
 
     @property
     def is_search(self) -> bool:
         """Whether some optimizer was run at several settings."""
         return len(self.series) > len(self.chosen)
+
+
+def _best_of(own: Sequence[Series]) -> Series:
+    last = min(series.epochs for series in own)
+    return min(own, key=lambda series: (-len(series.seeds), series.area_until(last)))
 
 
 @dataclass(frozen=True)

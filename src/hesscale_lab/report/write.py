@@ -106,7 +106,7 @@ def _figures(experiment: Experiment) -> Iterator[Drawn]:
         learning_curves.draw(experiment, paper, against=Against.SECONDS),
         learning_curves.draw(experiment, paper, against=Against.SECONDS, columns=1),
     )
-    if experiment.is_search:
+    if experiment.is_search and any(series.has_ended for series in experiment.series):
         yield Drawn(
             "sensitivity",
             "Final test loss against lr, for each pair of β₁ and β₂. Hollow marks: a run became not finite.",
