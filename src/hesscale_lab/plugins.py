@@ -41,9 +41,14 @@ class Plugin:
     source: str
 
     @property
+    def digest(self) -> str:
+        """Another source has another one."""
+        return sha256(self.source.encode()).hexdigest()[:16]
+
+    @property
     def module(self) -> str:
         """The name under which its module is imported: another source is another module."""
-        return f"hesscale_plugin_{sha256(self.source.encode()).hexdigest()[:16]}"
+        return f"hesscale_plugin_{self.digest}"
 
 
 def read_plugin(path: Path) -> Plugin:
@@ -67,6 +72,12 @@ def load_plugin(plugin: Plugin | None) -> None:
     for table, _, rows in _KINDS:
         rows.update(found[table])
         _ADDED.update((table, name) for name in found[table])
+
+
+def is_built_in(table: str, name: str) -> bool:
+    """Whether the row of this name in TASKS or OPTIMIZERS is there without a plugin."""
+    rows = next(rows for found, _, rows in _KINDS if found == table)
+    return name in rows and (table, name) not in _ADDED
 
 
 def _executed(plugin: Plugin) -> ModuleType:
