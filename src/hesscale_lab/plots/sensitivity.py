@@ -71,13 +71,15 @@ def _draw_pair(
             points = [(s.lr, mean) for s, mean in zip(own, means, strict=True) if bool(s.not_finite) is broken]
             if points:
                 axes.plot(*zip(*points, strict=True), marker, color=color, markersize=5.5, markerfacecolor=fill)
-    axes.set(xscale="log", yscale="log", xlabel="lr", ylabel="final test loss")
+    axes.set(xscale="log", xlabel="lr", ylabel="final test loss")
     tried = sorted({s.lr for s in series})
     axes.xaxis.set_major_locator(FixedLocator(tried) if len(tried) <= _LABELS else LogLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda lr, _: power(lr)))
-    low, high = axes.get_ylim()
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 300 * low else (1,)))
-    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-    axes.yaxis.set_minor_formatter(NullFormatter())
+    if all(s.values[METRIC][-1].mean > 0 for s in series):  # panels share their axis
+        axes.set_yscale("log")
+        low, high = axes.get_ylim()
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 300 * low else (1,)))
+        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
     axes.xaxis.set_minor_locator(NullLocator())
     tidy(axes)

@@ -92,7 +92,9 @@ def _figures(experiment: Experiment) -> Iterator[Drawn]:
     beside = "Dashes: the paper's curves at the same epochs." if set(paper) & set(experiment.chosen) else ""
     if beside and experiment.subset:
         beside += " The paper trained on all images, so an epoch there has more steps."
-    scales = "Losses, and accuracies close to 100 %, are on logarithmic scales (of the error, there)."
+    scales = (
+        "Losses, if all are above 0, and accuracies close to 100 %, are on logarithmic scales (of the error, there)."
+    )
     yield Drawn(
         "epochs",
         _joined("Learning curves by epoch.", band, beside, scales),
