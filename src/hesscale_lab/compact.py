@@ -26,7 +26,7 @@ from .runs import CONFIG, ENVIRONMENT, METRICS, DamagedRunError, Run
 
 TABLE, INDEX = "runs.csv", "runs.json"
 _NEAR = 4
-"""Folders above a run that are the lab's: setting, optimizer, task, --out. A runs.json above may be another program's."""
+"""Folders above a run that are the lab's: setting, optimizer, task, --out. A runs.json above may be of other use."""
 
 
 @dataclass(frozen=True)

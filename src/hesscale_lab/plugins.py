@@ -7,15 +7,18 @@ same run, and what it was made of stays on record.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from inspect import signature
 from pathlib import Path
+from traceback import walk_tb
 from types import ModuleType
 from typing import Any
 
 from .optimizers import OPTIMIZERS, Row
+from .tasks.archives import DataError
 from .tasks.table import TASKS
 from .tasks.task import Task
 
@@ -31,6 +34,10 @@ _ADDED: set[tuple[str, str]] = set()
 
 class PluginError(ValueError):
     """A plugin cannot be read, or is none."""
+
+
+class PluginFailure(RuntimeError):
+    """An error out of a plugin's own code, which is its cause."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +79,21 @@ def load_plugin(plugin: Plugin | None) -> None:
     for table, _, rows in _KINDS:
         rows.update(found[table])
         _ADDED.update((table, name) for name in found[table])
+
+
+@contextmanager
+def named_in_errors(plugin: Plugin | None) -> Iterator[None]:
+    """Within it an error that comes out of the plugin's code is a PluginFailure; what the lab itself says stays."""
+    try:
+        yield
+    except DataError:
+        raise
+    except Exception as error:
+        frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+        if plugin is None or all(frame.f_globals.get("__name__") != plugin.module for frame in frames):
+            raise
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise PluginFailure(f"the plugin {plugin.name} failed ({reason})") from error
 
 
 def is_built_in(table: str, name: str) -> bool:

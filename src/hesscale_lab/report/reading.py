@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from ..compact import StoredRun
 from ..histories import History, read_history
+from ..limits import LARGEST, MOST, is_step_size
 from ..optimizers import EARLIER_NAMES
 from ..options import words
 from ..plugins import Plugin, is_built_in
@@ -21,8 +22,6 @@ from .kinds import Kind, kind_of
 from .table import Table
 
 Config = dict[str, Any]
-_LARGEST = 1e100  # what lies beyond it cannot be squared
-_LARGEST_COUNT = 10**9
 _DIGITS = 8  # of a digest, to tell a few apart
 _PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -93,8 +92,8 @@ def read_training(run: Run, config: Config) -> Training:
         raise ValueError(f"{METRICS} is not readable ({type(error).__name__}: {detail})") from None
     if history is None:
         raise ValueError("nothing measured yet")
-    if any(abs(value) > _LARGEST for values in (history.seconds, *history.values.values()) for value in values):
-        raise ValueError(f"{METRICS} has numbers beyond {_LARGEST:g}")
+    if any(abs(value) > LARGEST for values in (history.seconds, *history.values.values()) for value in values):
+        raise ValueError(f"{METRICS} has numbers beyond {LARGEST:g}")
     times = [seconds for seconds in history.seconds if not math.isnan(seconds)]
     if times[0] != 0 or any(after <= before for before, after in pairwise(times)):
         raise ValueError(f"the seconds in {METRICS} do not grow from 0, epoch by epoch")
@@ -170,7 +169,7 @@ def _conditions(config: Config) -> Conditions:
 def _setting(config: Config) -> Setting:
     name = _word(config, "optimizer")
     lr, beta1, beta2 = (_number(config, key) for key in ("lr", "beta1", "beta2"))
-    if not lr > 0:
+    if not is_step_size(lr):
         raise ValueError(f"its lr is {lr}")
     name = EARLIER_NAMES.get(name, name)
     return Setting(name, lr, beta1, beta2, _options(config, name))
@@ -188,14 +187,14 @@ def _options(config: Config, optimizer: str) -> str:
 
 def _number(config: Config, name: str) -> float:
     value = config.get(name)
-    if not isinstance(value, int | float) or not abs(value) < _LARGEST:
+    if not isinstance(value, int | float) or not abs(value) < LARGEST:
         raise ValueError(f"its {name} is {value!r:.60}")
     return float(value)
 
 
 def _whole(config: Config, name: str) -> int:
     value = config.get(name)
-    if not isinstance(value, int) or not 0 <= value < _LARGEST_COUNT:
+    if not isinstance(value, int) or not 0 <= value <= MOST:
         raise ValueError(f"its {name} is {value!r:.60}")
     return value
 
