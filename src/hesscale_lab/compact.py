@@ -1,7 +1,8 @@
 """Many finished trainings as two files of the folder they lie in: what they measured, and what they were.
 
     runs.csv     a row for every run and epoch: the run's folder, losses, accuracies, seconds
-    runs.json    the environments, what all configurations share, and for each run the rest of its own and how it ended
+    runs.json    the environments, what all configurations share, how many rows there are, and for each run the rest of
+                 its own configuration and how it ended
 
 A run that was stored so is read as if its folder were still there; nothing about it is lost, and nothing is rounded.
 """
@@ -24,8 +25,8 @@ from .locks import alone
 from .runs import CONFIG, ENVIRONMENT, METRICS, DamagedRunError, Run
 
 TABLE, INDEX = "runs.csv", "runs.json"
-_ABOVE = 4
-"""How many folders above a run's own may hold it: seed, setting, optimizer, task."""
+_NEAR = 4
+"""Folders above a run that are the lab's: setting, optimizer, task, --out. A runs.json above may be of other use."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,10 @@ def find_run(folder: Path) -> Run:
     if run.exists:
         return run
     place = folder.absolute()
-    for above in place.parents[:_ABOVE]:
-        if (above / INDEX).exists() and (found := _stored(above).get(place.relative_to(above).as_posix())):
+    for distance, above in enumerate(place.parents):
+        names = (INDEX,) if distance < _NEAR else (INDEX, TABLE)
+        is_there = all((above / name).exists() for name in names)
+        if is_there and (found := _stored(above).get(place.relative_to(above).as_posix())):
             return found
     return run
 
@@ -99,18 +102,24 @@ def compact(folder: Path) -> Compacted:
 
 
 def _trainings(folder: Path) -> Iterator[Run]:
+    """What is a training, or may be one: of a damaged configuration nobody knows."""
     for path in sorted(folder.rglob(CONFIG)):
-        with suppress(DamagedRunError):
-            if path.parent != folder and Run(path.parent).config.get("kind") == "train":
-                yield Run(path.parent)
+        run = Run(path.parent)
+        try:
+            fits = run.config.get("kind") == "train"
+        except DamagedRunError:
+            fits = True
+        if fits and run.folder != folder:
+            yield run
 
 
 def _why_not(run: Run, before: Run | None) -> str | None:
     """The reason why a run stays a folder, if there is one."""
     try:
+        config = run.config
         if not is_finished(run):
             return "it has not ended"
-        if before is not None and (before.config, before.records) != (run.config, run.records):
+        if before is not None and (before.config, before.records) != (config, run.records):
             return f"{INDEX} holds another run of this name"
         if not _is_kept(run):
             return "its records are not those of a training"
@@ -155,7 +164,8 @@ def _as_text(runs: Mapping[str, Run]) -> tuple[str, str]:
         end = next(({**record} for record in run.records if record["kind"] == "end"), None)
         entry = {"config": own, "environment": environments.index(run.environment), "end": end}
         lines.append(f"  {_json(key)}: {_json(entry)}")
-    head = f'"environments": {_json(environments)},\n"common": {_json(common)},\n'
+    rows = sum(record["kind"] == "epoch" for run in runs.values() for record in run.records)
+    head = f'"environments": {_json(environments)},\n"common": {_json(common)},\n"rows": {rows},\n'
     return f"{{\n{head}" + '"runs": {\n' + ",\n".join(lines) + "\n}}\n", _table(runs)
 
 
@@ -189,7 +199,9 @@ def _stored(folder: Path) -> dict[str, StoredRun]:
         return _read_once(folder, *states[0], *states[1])
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise DamagedRunError(f"{index} and {table.name} cannot be read ({reason}): get them again") from error
+        raise DamagedRunError(
+            f"{index} and {table.name} cannot be read, so one is damaged ({reason}): get them again"
+        ) from error
 
 
 @lru_cache(maxsize=16)
@@ -201,10 +213,15 @@ def _read_once(folder: Path, *state: int) -> dict[str, StoredRun]:
 
 def _read(folder: Path | str, index: str, table: str) -> dict[str, StoredRun]:
     content = json.loads(index)
+    if not table.endswith("\n"):
+        raise ValueError(f"{TABLE} ends within a row")
     measured: dict[str, list[Mapping[str, Any]]] = {}
     for row in csv.DictReader(io.StringIO(table)):
         values = {name: _number(text) for name, text in row.items() if name != "run" and text != ""}
         measured.setdefault(row["run"], []).append({"kind": "epoch", **values})
+    found = sum(len(measured.get(key, ())) for key in content["runs"])  # there are more after a kill, of runs to come
+    if found != content.get("rows", found):  # which older files do not hold
+        raise ValueError(f"{TABLE} has {found} rows of these runs, not {content['rows']}")
     return {
         key: StoredRun(
             Path(folder) / key,

@@ -91,8 +91,10 @@ def _read(run: Run) -> tuple[dict[int, dict[str, Any]], dict[str, Any]]:
 
 def _is_whole(record: Mapping[str, Any]) -> bool:
     match record:
-        case {"kind": "epoch", "epoch": int(), "seconds": int() | float(), **rest}:
-            return all(name in rest and isinstance(rest[name], int | float | None) for name in METRICS)
+        case {"kind": "epoch", "epoch": int(), "seconds": int() | float() as seconds, **rest}:
+            return 0 <= seconds < math.inf and all(
+                name in rest and isinstance(rest[name], int | float | None) for name in METRICS
+            )
         case {"kind": "end", "epoch": int(), "reason": str()}:
             return True
     return record["kind"] not in ("epoch", "end")

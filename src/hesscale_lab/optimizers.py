@@ -16,7 +16,7 @@ move here, as everywhere in hesscale; theirs would decay.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, final
@@ -110,6 +110,14 @@ def require_fitting(name: str, options: Options) -> None:
     for option, _ in options:
         if option not in takes:
             raise ValueError(f"{name} takes no {option}: its options are {', '.join(takes) or 'none of these'}")
+
+
+def require_betas(names: Sequence[str], **given: float) -> None:
+    """ValueError if one of the given β is not 0 and none of the optimizers has any."""
+    if not any(optimizer_named(name).betas for name in names):
+        for beta, value in given.items():
+            if value:
+                raise ValueError(f"{beta} does not go with {' or '.join(names)}: leave --{beta} out")
 
 
 def make_optimizer(

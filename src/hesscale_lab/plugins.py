@@ -7,15 +7,18 @@ same run, and what it was made of stays on record.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from inspect import signature
 from pathlib import Path
+from traceback import walk_tb
 from types import ModuleType
 from typing import Any
 
 from .optimizers import OPTIMIZERS, Row
+from .tasks.archives import DataError
 from .tasks.table import TASKS
 from .tasks.task import Task
 
@@ -33,6 +36,10 @@ class PluginError(ValueError):
     """A plugin cannot be read, or is none."""
 
 
+class PluginFailure(RuntimeError):
+    """An error out of a plugin's own code, which is its cause."""
+
+
 @dataclass(frozen=True)
 class Plugin:
     """A Python file by value."""
@@ -41,9 +48,14 @@ class Plugin:
     source: str
 
     @property
+    def digest(self) -> str:
+        """Another source has another one."""
+        return sha256(self.source.encode()).hexdigest()[:16]
+
+    @property
     def module(self) -> str:
         """The name under which its module is imported: another source is another module."""
-        return f"hesscale_plugin_{sha256(self.source.encode()).hexdigest()[:16]}"
+        return f"hesscale_plugin_{self.digest}"
 
 
 def read_plugin(path: Path) -> Plugin:
@@ -67,6 +79,27 @@ def load_plugin(plugin: Plugin | None) -> None:
     for table, _, rows in _KINDS:
         rows.update(found[table])
         _ADDED.update((table, name) for name in found[table])
+
+
+@contextmanager
+def named_in_errors(plugin: Plugin | None) -> Iterator[None]:
+    """Within it an error that comes out of the plugin's code is a PluginFailure; what the lab itself says stays."""
+    try:
+        yield
+    except DataError:
+        raise
+    except Exception as error:
+        frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+        if plugin is None or all(frame.f_globals.get("__name__") != plugin.module for frame in frames):
+            raise
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise PluginFailure(f"the plugin {plugin.name} failed ({reason})") from error
+
+
+def is_built_in(table: str, name: str) -> bool:
+    """Whether the row of this name in TASKS or OPTIMIZERS is there without a plugin."""
+    rows = next(rows for found, _, rows in _KINDS if found == table)
+    return name in rows and (table, name) not in _ADDED
 
 
 def _executed(plugin: Plugin) -> ModuleType:

@@ -18,8 +18,11 @@ import hesscale
 from . import durable
 
 CONFIG, ENVIRONMENT, METRICS = "config.json", "environment.json", "metrics.jsonl"
-FORMERLY: Mapping[str, Any] = {"processes": 1, "options": {}, "plugin": None}
+FORMERLY: Mapping[str, Any] = {"processes": 1, "options": {}, "plugin": None, "text": None}
 """What a config means that was written before there was such a key."""
+
+_UNKNOWN = ("text",)
+"""Keys of which None says that nobody knows, rather than that there is nothing."""
 
 
 class OtherRunError(ValueError):
@@ -103,10 +106,16 @@ def open_run(folder: Path, config: Mapping[str, Any], *, free: Collection[str] =
 
 def require_same(run: Run, config: Mapping[str, Any], *, free: Collection[str] = ()) -> None:
     """OtherRunError if the run's config is not this one, but for keys that are ``free``."""
-    wanted, found = ({**FORMERLY, **one} for one in (json.loads(json.dumps(config)), run.config))
-    differing = [key for key in {**wanted, **found} if key not in free and wanted.get(key) != found.get(key)]
-    if differing:
+    if differing := differences(config, run.config, free=free):
         raise OtherRunError(f"{run.folder} holds a run with other {', '.join(differing)}: choose another --out")
+
+
+def differences(config: Mapping[str, Any], other: Mapping[str, Any], *, free: Collection[str] = ()) -> list[str]:
+    """The keys in which two configs differ, but for those that are ``free`` and for what is not known."""
+    wanted, found = ({**FORMERLY, **json.loads(json.dumps(one))} for one in (config, other))
+    unknown = [key for key in _UNKNOWN if None in (wanted[key], found[key])]
+    keys = [key for key in {**wanted, **found} if key not in free and key not in unknown]
+    return [key for key in keys if wanted.get(key) != found.get(key)]
 
 
 def amend(run: Run, **changes: Any) -> None:

@@ -62,6 +62,7 @@ def grid(
     fields: Sequence[tuple[str, Any]] = (),
     options: Sequence[Options] = ((),),
     plugin: Plugin | None = None,
+    text: str | None = None,
     seed: int = SEED,
 ) -> list[Settings]:
     """All settings to try; what is not given comes from the tables above. Of ``options``, those the optimizer takes."""
@@ -76,6 +77,7 @@ def grid(
         "subset": subset,
         "fields": tuple(sorted(fields)),
         "plugin": plugin,
+        "text": text,
     }
     fitting = [tuple((name, value) for name, value in one if name in made.takes) for one in options]
     settings = [

@@ -6,8 +6,9 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import torch
@@ -22,15 +23,17 @@ from .histories import is_finished
 from .locks import alone
 from .optimizers import backward, kernels_for, leaps_expected, make_optimizer, require_fitting, warm_up
 from .options import Options, flags, label, words
-from .plugins import Plugin, load_plugin
+from .plugins import Plugin, load_plugin, named_in_errors
 from .processes import Team
-from .runs import DamagedRunError, Run, open_run, replace_records, require_same
+from .runs import DamagedRunError, Run, differences, open_run, replace_records, require_same
+from .tasks.archives import DataError
 from .tasks.classifiers import seed_dropout
 from .tasks.table import task_named
 from .tasks.task import Task
 
 Watch = Callable[[Mapping[str, Any]], None]
 _BETWEEN_WATCHES = 0.25  # seconds
+_FOLLOWS = ("command",)  # from the other settings, however it is written
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,7 @@ class Settings:
     processes: int = 1  # that share each batch
     options: Options = ()  # of the optimizer, where they are not what is usual
     plugin: Plugin | None = None  # where task or optimizer come from
+    text: str | None = None  # the digest of what it learns from, of a task that learns from a file of the user's
 
     @property
     def label(self) -> str:
@@ -59,7 +63,7 @@ class Settings:
         """The settings as config.json holds them, with the command that repeats the run."""
         config = {"kind": "train", "command": self._command(), **asdict(self), "fields": dict(sorted(self.fields))}
         config["options"] = dict(self.options)
-        for name in ("options", "plugin"):  # without them a config is as it was before there were any
+        for name in ("options", "plugin", "text"):  # without them a config is as it was before there were any
             if not config[name]:
                 del config[name]
         return config
@@ -74,10 +78,10 @@ class Settings:
             "epochs": self.epochs,
             "subset": self.subset,
         }
-        said = [f"--{name} {value}" for name, value in options.items() if value is not None]
+        said = [f"--{name} {quote(str(value))}" for name, value in options.items() if value is not None]
         said += flags(self.options)
-        said += [f"--plugin {self.plugin.name}"] if self.plugin else []
-        said += [f"--field {name}={value}" for name, value in sorted(self.fields)]
+        said += [f"--plugin {quote(self.plugin.name)}"] if self.plugin else []
+        said += [f"--field {quote(f'{name}={value}')}" for name, value in sorted(self.fields)]
         together = f"torchrun --nproc-per-node {self.processes} -m hesscale_lab.cli"
         return " ".join(["hesscale" if self.processes == 1 else together, "train", self.task, *said])
 
@@ -121,6 +125,7 @@ def train(
     load_plugin(settings.plugin)
     task = task_named(settings.task).with_fields(settings.fields)
     require_fitting(settings.optimizer, settings.options)
+    settings = _with_text(settings, task.digest(data))
     team, run, config = Team.current(), find_run(folder), settings.as_config()
     if team.count != settings.processes:
         raise ValueError(f"the settings are for {settings.processes} processes, not {team.count}")
@@ -128,9 +133,10 @@ def train(
         with suppress(OSError):  # of a run that was killed in its last moment; the folder may be read-only by now
             checkpoints.remove(folder)
         return run
-    examples = load_data(task, seed=settings.seed, subset=settings.subset, folder=data)
-    training = _Training(task, settings, examples, team)
-    with ExitStack() as lock:  # not before data and settings are known to be good: it makes the folder
+    with named_in_errors(settings.plugin), ExitStack() as lock:
+        examples = load_data(task, seed=settings.seed, subset=settings.subset, folder=data)
+        training = _Training(task, settings, examples, team)
+        # not before data and settings are known to be good: it makes the folder
         team.share(lambda: lock.enter_context(alone(folder, wait=wait)))
         if not team.share(lambda: _has_ended(run, config)):  # by now, perhaps, in another process
             training.restore(team.share(lambda: _take_up(run, config)), folder / checkpoints.NAME)
@@ -142,11 +148,18 @@ def train(
     return run
 
 
+def _with_text(settings: Settings, found: str | None) -> Settings:
+    """The settings with the digest of the text that was found; DataError if they are for another."""
+    if settings.text and found and settings.text != found:
+        raise DataError(f"the text here (digest {found}) is not that of these settings ({settings.text}): get that one")
+    return replace(settings, text=settings.text or found)
+
+
 def _has_ended(run: Run, config: Mapping[str, Any]) -> bool:
     """Whether nothing is left to do. Changes nothing: another process may be at work in the folder."""
     if not run.exists:
         return False
-    require_same(run, config)
+    require_same(run, config, free=_FOLLOWS)
     try:
         return is_finished(run)
     except DamagedRunError:
@@ -159,11 +172,18 @@ def _take_up(run: Run, config: Mapping[str, Any]) -> dict[str, Any] | None:
     """The state to go on from, if there is one, with metrics.jsonl as it was then: no line too many and none lost."""
     path = run.folder / checkpoints.NAME
     state = checkpoints.load(path)
-    if state is not None and not (isinstance(state, dict) and state.get("config") == config and "records" in state):
+    if state is not None and not _is_of(state, config):
         raise checkpoints.damaged(path)
-    open_run(run.folder, config)
+    open_run(run.folder, config, free=_FOLLOWS)
     replace_records(run, state["records"] if state else [])
     return state
+
+
+def _is_of(state: object, config: Mapping[str, Any]) -> bool:
+    match state:
+        case {"config": dict(found), "records": _}:
+            return not differences(config, found, free=_FOLLOWS)
+    return False
 
 
 def _train(training: _Training, run: Run, listeners: _Listeners) -> None:

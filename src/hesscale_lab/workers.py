@@ -10,7 +10,7 @@ import os
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import Any
 from .compact import find_run
 from .histories import State, is_finished, read_history
 from .memory import keep_freed_memory
-from .plugins import Plugin
+from .plugins import Plugin, PluginFailure
 from .runs import FORMERLY
 from .runs import threads as with_threads
 from .training import Settings, folder_of
@@ -136,7 +136,11 @@ def _work(train: Train, settings: Settings, folder: Path, data: Path | None, thr
             train(settings, folder, data=data)
         except Exception as error:
             text = " ".join(str(error).split())
-            return text if isinstance(error, OSError | ValueError) and text else f"{type(error).__name__}: {text}"
+            return (
+                text
+                if isinstance(error, OSError | ValueError | PluginFailure) and text
+                else f"{type(error).__name__}: {text}"
+            )
     return None
 
 
@@ -161,7 +165,7 @@ def standing_of(settings: Settings, folder: Path, *, otherwise: Standing = Stand
     """How a run stands by what is in its folder; ``otherwise`` if it has not ended."""
     try:
         run = find_run(folder)
-        if not run.exists or settings_of(run.config) != settings:
+        if not run.exists or not _are_alike(settings_of(run.config), settings):
             return Progress(settings, folder, otherwise)
         history = read_history(run)
         if is_finished(run):
@@ -172,6 +176,12 @@ def standing_of(settings: Settings, folder: Path, *, otherwise: Standing = Stand
     if history is None:
         return Progress(settings, folder, otherwise)
     return Progress(settings, folder, otherwise, history.epochs, history.values["valid_loss"][-1])
+
+
+def _are_alike(found: Settings, wanted: Settings) -> bool:
+    """Whether they are the same, as far as is known of the text."""
+    text = wanted.text or found.text
+    return replace(found, text=found.text or text) == replace(wanted, text=text)
 
 
 def settings_of(config: Mapping[str, Any]) -> Settings:

@@ -65,7 +65,7 @@ def test_a_person_and_pandas_can_read_the_table(tmp_path: Path) -> None:
     assert float(rows[-1]["valid_loss"]) == 0.1 and rows[-1]["epoch"] == "3"
     index = json.loads((tmp_path / INDEX).read_text())
     assert len(index["environments"]) == 1 and index["common"]["task"] == "digits"
-    assert len((tmp_path / INDEX).read_text().splitlines()) == 8  # a line for each run
+    assert len((tmp_path / INDEX).read_text().splitlines()) == 9  # a line for each run
 
 
 def test_the_report_is_the_same(tmp_path: Path) -> None:
@@ -171,6 +171,42 @@ def test_damaged_files_are_one_sentence(name: str, text: str | None, tmp_path: P
         find_run(folder_of(ADAM, tmp_path))
     (left_out,) = collect([tmp_path]).left_out
     assert "runs.json and runs.csv cannot be read" in left_out and "\n" not in left_out
+
+
+def test_a_table_that_was_cut_is_damaged(tmp_path: Path) -> None:
+    some_runs(tmp_path)
+    compact(tmp_path)
+    whole, index = (tmp_path / TABLE).read_text(), json.loads((tmp_path / INDEX).read_text())
+    rows = whole.splitlines(keepends=True)
+    for cut, reason in ((whole[:-3], "ends within a row"), ("".join(rows[:-1]), "has 9 rows of these runs, not 10")):
+        (tmp_path / TABLE).write_text(cut)
+        with pytest.raises(DamagedRunError, match=reason):
+            find_run(folder_of(ADAM, tmp_path))
+        (left_out,) = collect([tmp_path]).left_out
+        assert "runs.csv" in left_out and "damaged" in left_out and "\n" not in left_out
+    del index["rows"]  # as older ones
+    (tmp_path / INDEX).write_text(json.dumps(index))
+    (tmp_path / TABLE).write_text(whole)
+    assert find_run(folder_of(ADAM, tmp_path)).exists
+
+
+def test_training_knows_what_was_stored_far_above_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = folder_of(SMALL, tmp_path / "runs" / "mine" / "train")
+    kept = train(SMALL, folder).records
+    compact(tmp_path / "runs")
+    (tmp_path / INDEX).write_text("another program's")
+    monkeypatch.setattr(training, "load_data", lambda *more, **options: pytest.fail("nothing needs to be read"))
+    assert train(SMALL, folder).records == kept
+    assert not find_run(tmp_path / "elsewhere" / "a" / "b" / "c" / "d").exists
+
+
+def test_a_damaged_configuration_is_named_and_stays(tmp_path: Path) -> None:
+    first, *_ = some_runs(tmp_path)
+    (first.folder / "config.json").write_text('{"kind": "tr')
+    found = compact(tmp_path)
+    (line,) = found.left
+    assert found.count == 2 and line.startswith(f"{first.folder}: ") and "config.json is damaged" in line
+    assert (first.folder / "metrics.jsonl").exists()
 
 
 def test_the_command_says_what_it_did(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from hesscale_lab.optimizers import OPTIMIZERS
 from hesscale_lab.plugins import PluginError, read_plugin
 from hesscale_lab.runs import Run
 from hesscale_lab.tasks.table import TASKS
-from hesscale_lab.training import trained_model
+from hesscale_lab.training import Settings, trained_model
 from hesscale_lab.workers import run_all, settings_of
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "experiments.md"
@@ -137,6 +137,49 @@ def test_a_bad_plugin_is_one_sentence(source: str | None, complaint: str, tmp_pa
         assert complaint in said and said.startswith("hesscale: ") and said.count("\n") == 1
     assert (list(TASKS), list(OPTIMIZERS)) == before
     assert not (tmp_path / "runs").exists()
+
+
+FAILING = """
+import torch
+from hesscale_lab.optimizers import Row
+
+
+class Unready(torch.optim.SGD):
+    def __init__(self, groups, lr, betas, fused):
+        raise RuntimeError("not\\nready")
+
+
+class Stumbling(torch.optim.SGD):
+    def __init__(self, groups, lr, betas, fused):
+        super().__init__(groups, lr=lr)
+
+    def step(self):
+        raise ValueError("it stumbled")
+
+
+OPTIMIZERS = {"Unready": Row(Unready), "Stumbling": Row(Stumbling)}
+"""
+
+
+@pytest.mark.parametrize(
+    "name, reason", [("Unready", "RuntimeError: not ready"), ("Stumbling", "ValueError: it stumbled")]
+)
+def test_an_error_of_a_plugin_is_told_as_its_own(name: str, reason: str, tmp_path: Path) -> None:
+    path = tmp_path / "failing.py"
+    path.write_text(FAILING)
+    options = ("--lr", 0.1, "--epochs", 1, "--subset", 64)
+    arguments = ("digits", "--plugin", path, "--optimizer", name, *options, "--out", tmp_path / "runs")
+    code, _, said = command(train, *arguments)
+    first = next(place for place, line in enumerate(said.splitlines()) if line.startswith("hesscale: "))
+    assert code == 1
+    assert said.splitlines()[first : first + 2] == [
+        f"hesscale: the plugin failing.py failed ({reason}):",
+        "Traceback (most recent call last):",
+    ]
+    assert f'File "failing.py", line {8 if name == "Unready" else 16}, in ' in said
+    settings = Settings("digits", name, 0.1, 0.0, 0.0, seed=0, epochs=1, plugin=read_plugin(path))
+    (there,) = run_all([settings], tmp_path / "workers", workers=1)
+    assert there.error == f"the plugin failing.py failed ({reason})"
 
 
 def test_nothing_of_a_plugin_is_taken_if_a_part_of_it_is_bad(tmp_path: Path) -> None:

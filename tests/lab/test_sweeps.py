@@ -239,7 +239,9 @@ app.command()(sweep_command)
         (["digits", "--field", "activation=foo"], "unknown activation 'foo': choose among"),
         (["digits", "--every", "1,x"], "--every must be a whole number of steps, 1 or more, not 'x'"),
         (["digits", "--optimizers", "Adam,SGD", "--rank", "0,1"], "rank does not go with Adam or SGD"),
-        (["digits", "--lrs", "1e-3,inf"], "--lrs must be above 0 and finite"),
+        (["digits", "--lrs", "1e-3,inf"], "--lrs must be above 0 and below 1e+100"),
+        (["digits", "--seeds", "1000000000"], "--seeds must be at most 999999999"),
+        (["digits", "--optimizers", "SGD", "--beta1s", "0,0.9"], "beta1s does not go with SGD: leave --beta1s out"),
     ],
 )
 def test_bad_input_is_one_line(arguments: list[str], complaint: str, tmp_path: Path) -> None:
@@ -281,3 +283,7 @@ def test_the_command_reads_what_is_finished_and_shows_the_choice(tmp_path: Path)
     result = CliRunner().invoke(app, ["digits", *options, "--seeds", "2", "--out", str(tmp_path)])
     assert result.exit_code == 0
     assert "│ 1e-2 │ 0, 0.999 │ 4.500 │ 0.5000 ± 0.0000 │ 95.00 ± 0.00 │" in result.stdout
+    (tmp_path / "two words").mkdir()
+    (tmp_path / "digits").rename(tmp_path / "two words" / "digits")
+    result = CliRunner().invoke(app, ["digits", *options, "--seeds", "2", "--out", str(tmp_path / "two words")])
+    assert f"`hesscale report '{tmp_path / 'two words' / 'digits'}'` draws" in result.stdout

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import math
+import shlex
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from torch.multiprocessing import spawn
 from hesscale_lab import batches, checkpoints, durable, training
 from hesscale_lab.histories import is_finished
 from hesscale_lab.locks import InUseError, alone
+from hesscale_lab.plugins import Plugin
 from hesscale_lab.processes import Team
 from hesscale_lab.runs import DamagedRunError, OtherRunError, Run
 from hesscale_lab.training import Settings, folder_of, train, trained_model
@@ -305,6 +307,22 @@ def test_a_run_from_before_processes_were_recorded_counts_as_one(tmp_path: Path)
     assert train(SMALL, tmp_path).records == before
 
 
+def test_the_command_can_be_given_to_a_shell() -> None:
+    settings = replace(SMALL, fields=(("text", "my text.txt"),), plugin=Plugin("my task.py", ""))
+    words = shlex.split(settings.as_config()["command"])
+    assert words[-4:] == ["--plugin", "my task.py", "--field", "text=my text.txt"]
+
+
+def test_a_run_whose_command_was_written_otherwise_goes_on(tmp_path: Path) -> None:
+    run = interrupted(tmp_path, after=1)
+    state = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    state["config"]["command"] = "as it was"
+    torch.save(state, tmp_path / "checkpoint.pt")
+    (tmp_path / "config.json").write_text(json.dumps(state["config"]))
+    assert train(replace(SMALL, epochs=4), tmp_path).records[-1]["reason"] == "finished"
+    assert run.config["command"] == "as it was"
+
+
 def test_everything_that_differs_changes_the_folder() -> None:
     root = Path("root")
     first = Settings("mnist-mlp", "AdaHesScale", 1e-4, 0.0, 0.9999, seed=0, epochs=20)
@@ -344,7 +362,7 @@ def test_two_processes_train_as_one(tmp_path: Path) -> None:
     config = Run(tmp_path / "two").config
     assert config["processes"] == 2
     assert config["command"].startswith("torchrun --nproc-per-node 2 -m hesscale_lab.cli train digits --optimizer")
-    with pytest.raises(OtherRunError, match="other processes, command"):
+    with pytest.raises(OtherRunError, match="other processes: choose"):
         train(SMALL, tmp_path / "two")
     for a, b in zip(two[:-1], one[:-1], strict=True):
         assert [*a.values()][1:] == pytest.approx([*b.values()][1:], rel=1e-4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ from rich.table import Table
 from ..extras import what_to_install
 from ..interrupts import CODE
 from ..locks import InUseError
+from ..plugins import PluginFailure
 from ..runs import DamagedRunError, OtherRunError
 from ..tasks.archives import DataError
 
@@ -31,6 +33,10 @@ def clear_errors(folder: Path) -> Iterator[None]:
     """Whatever can go wrong with a run in this folder ends as one line; nothing that was measured is lost."""
     try:
         yield
+    except PluginFailure as error:
+        typer.echo(f"hesscale: {error}:", err=True)
+        traceback.print_exception(error.__cause__)
+        raise typer.Exit(1) from error
     except OtherRunError as error:
         stop(str(error), code=2)
     except (DataError, DamagedRunError, InUseError, FileNotFoundError) as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -17,9 +17,10 @@ from rich.table import Table
 
 from ..compact import find_run
 from ..histories import read_history
-from ..optimizers import PAPERS, optimizer_named
+from ..limits import LARGEST, MOST, is_step_size
+from ..optimizers import PAPERS, optimizer_named, require_betas
 from ..options import Options, combinations
-from ..plugins import read_plugin
+from ..plugins import named_in_errors, read_plugin
 from ..report.estimate import estimate, percent, plain
 from ..sweeps import Sweep, grid
 from ..sweeps import sweep as search
@@ -30,6 +31,8 @@ from ..workers import Progress, Standing, Watch, WorkersError, cluster, run_all,
 from .console import clear_errors, not_below, show, stop
 from .shared_options import Bound, Eps, Every, PluginFile, Rank, TrustRegion
 
+_count = not_below(1, most=MOST)
+
 
 def sweep(
     task: Annotated[str, typer.Argument(help="What to train, such as digits or mnist-mlp.")],
@@ -39,8 +42,8 @@ def sweep(
     lrs: Annotated[str | None, typer.Option(help="Step sizes to try [default: the paper's, 1e-5 … 1e-1].")] = None,
     beta1s: Annotated[str | None, typer.Option(help="β₁ to try [default: the paper's, 0,0.9].")] = None,
     beta2s: Annotated[str | None, typer.Option(help="β₂ to try [default: the paper's, 0.99,0.999,0.9999].")] = None,
-    epochs: Annotated[int | None, typer.Option(callback=not_below(1), help="[default: the task's.]")] = None,
-    subset: Annotated[int | None, typer.Option(callback=not_below(1), help="Train on so many examples only.")] = None,
+    epochs: Annotated[int | None, typer.Option(callback=_count, help="[default: the task's.]")] = None,
+    subset: Annotated[int | None, typer.Option(callback=_count, help="Train on so many examples only.")] = None,
     field: Annotated[
         list[str] | None, typer.Option(help="Another value for a field of the task, such as activation=relu.")
     ] = None,
@@ -49,7 +52,7 @@ def sweep(
     bound: Bound = None,
     trust_region: TrustRegion = None,
     rank: Rank = None,
-    seeds: Annotated[int, typer.Option(callback=not_below(1), help="Repeats of the chosen settings.")] = 3,
+    seeds: Annotated[int, typer.Option(callback=_count, help="Repeats of the chosen settings.")] = 3,
     workers: Annotated[
         int | None, typer.Option(callback=not_below(1), help="Runs at a time [default: as cores allow].")
     ] = None,
@@ -82,11 +85,12 @@ def sweep(
         options = combinations(texts)
         _refuse_idle(names, options)
         steps, firsts, seconds = _numbers("lrs", lrs), _numbers("beta1s", beta1s), _numbers("beta2s", beta2s)
+        require_betas(names, beta1s=max(firsts or (0.0,)), beta2s=max(seconds or (0.0,)))
     except ValueError as error:
         stop(str(error), code=2)
-    same = {"epochs": epochs or row.epochs, "subset": subset, "fields": fields, "options": options, "plugin": own}
-    tried = {"lrs": steps, "beta1s": firsts, "beta2s": seconds}
-    settings = [one for name in names for one in grid(task, name, **same, **tried)]  # type: ignore[arg-type]
+    same: dict[str, Any] = {"epochs": epochs or row.epochs, "subset": subset, "fields": fields, "options": options}
+    same |= {"plugin": own, "text": row.digest(data), "lrs": steps, "beta1s": firsts, "beta2s": seconds}
+    settings = [one for name in names for one in grid(task, name, **same)]
     with clear_errors(out):
         out.mkdir(parents=True, exist_ok=True)
         cores = {"address": address, "workers": workers, "threads": threads}
@@ -120,8 +124,8 @@ def _numbers(option: str, text: str | None) -> tuple[float, ...] | None:
         numbers = tuple(float(word) for word in text.split(","))
     except ValueError:
         raise ValueError(f"--{option} takes numbers with commas between them, not {text!r}") from None
-    if option == "lrs" and not all(0 < x < math.inf for x in numbers):
-        raise ValueError(f"--{option} must be above 0 and finite, not {text}")
+    if option == "lrs" and not all(map(is_step_size, numbers)):
+        raise ValueError(f"--{option} must be above 0 and below {LARGEST:g}, not {text}")
     if option != "lrs" and not all(0 <= x < 1 for x in numbers):
         raise ValueError(f"--{option} must be at least 0 and below 1, not {text}")
     return numbers
@@ -135,9 +139,8 @@ def _sweep(
         session: AbstractContextManager[object] = nullcontext()  # perhaps there is nothing to start Ray for
     else:
         session = cluster(**cores)
-        task_named(settings[0].task).with_fields(settings[0].fields).load(
-            data
-        )  # missing data is told, and downloaded, before a worker needs it
+        with named_in_errors(settings[0].plugin):  # missing data is told, and downloaded, before a worker needs it
+            task_named(settings[0].task).with_fields(settings[0].fields).load(data)
     try:
         with _live_table() as watch, session:
             return search(settings, seeds=seeds, run=partial(run, watch=watch))
@@ -207,4 +210,4 @@ def _show(found: Sweep, task: str, out: Path) -> None:
             caption=f"after the last epoch: mean ± standard error over seeds ({seeds})",
         )
         show(table, ("optimizer", "lr", "β₁, β₂", "area", "test loss", "accuracy %"), rows)
-    typer.echo(f"runs are in {out / task}; `hesscale report {out / task}` draws them")
+    typer.echo(f"runs are in {out / task}; `hesscale report {shlex.quote(str(out / task))}` draws them")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,8 +16,9 @@ import typer
 from rich.progress import Progress, TaskID
 from rich.table import Table
 
+from ..limits import LARGEST, MOST, is_step_size
 from ..memory import keep_freed_memory
-from ..optimizers import OPTIMIZERS, best_settings, optimizer_named, require_fitting
+from ..optimizers import OPTIMIZERS, best_settings, optimizer_named, require_betas, require_fitting
 from ..plugins import read_plugin
 from ..processes import Team
 from ..runs import DamagedRunError, OtherRunError, Run
@@ -29,6 +30,8 @@ from ..wording import power
 from .console import clear_errors, not_below, progress_bar, show, stop
 from .shared_options import Bound, Eps, Every, PluginFile, Rank, TrustRegion, one_combination
 
+_count = partial(not_below, most=MOST)
+
 
 def train(
     task: Annotated[str, typer.Argument(help=f"One of {', '.join(TASKS)}.")] = "digits",
@@ -36,10 +39,10 @@ def train(
     lr: Annotated[float | None, typer.Option(help="Step size [default: as the authors selected, if they did].")] = None,
     beta1: Annotated[float | None, typer.Option(help="Of the average of gradients [default: likewise].")] = None,
     beta2: Annotated[float | None, typer.Option(help="Of the average of curvature [default: likewise].")] = None,
-    seeds: Annotated[int | None, typer.Option(callback=not_below(1), help="Repeat with seeds 0, 1, 2 …")] = None,
-    seed: Annotated[int | None, typer.Option(callback=not_below(0), help="Only this seed [default: 0].")] = None,
-    epochs: Annotated[int | None, typer.Option(callback=not_below(0), help="[default: as in the paper]")] = None,
-    subset: Annotated[int | None, typer.Option(callback=not_below(1), help="Training examples [default: all].")] = None,
+    seeds: Annotated[int | None, typer.Option(callback=_count(1), help="Repeat with seeds 0, 1, 2 …")] = None,
+    seed: Annotated[int | None, typer.Option(callback=_count(0), help="Only this seed [default: 0].")] = None,
+    epochs: Annotated[int | None, typer.Option(callback=_count(0), help="[default: as in the paper]")] = None,
+    subset: Annotated[int | None, typer.Option(callback=_count(1), help="Training examples [default: all].")] = None,
     field: Annotated[
         list[str] | None,
         typer.Option(
@@ -111,6 +114,7 @@ def _settings(
     if chosen["lr"] is None:
         raise ValueError(f"nobody has tuned {optimizer} on {task}: give --lr (and --beta1, --beta2 unless 0.9, 0.999)")
     _refuse_bad_numbers(chosen)
+    require_betas([optimizer], beta1=chosen["beta1"], beta2=chosen["beta2"])
     return Settings(task, optimizer, **chosen, seed=0, epochs=length, fields=changed)
 
 
@@ -122,8 +126,8 @@ def _usual(task: str, optimizer: str) -> dict[str, float | None]:
 
 
 def _refuse_bad_numbers(chosen: Mapping[str, float]) -> None:
-    if not 0 < chosen["lr"] < math.inf:
-        raise ValueError(f"--lr must be positive and finite, not {chosen['lr']}")
+    if not is_step_size(chosen["lr"]):
+        raise ValueError(f"--lr must be above 0 and below {LARGEST:g}, not {chosen['lr']}")
     for name in ("beta1", "beta2"):
         if not 0 <= chosen[name] < 1:
             raise ValueError(f"--{name} must be at least 0 and below 1, not {chosen[name]}")

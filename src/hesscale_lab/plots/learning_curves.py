@@ -111,9 +111,9 @@ def _draw_metric(
     axes.set_xlabel("epoch" if against is Against.EPOCHS else "seconds of training, measured")
     axes.margins(x=_ROOM)
     axes.xaxis.set_major_locator(MaxNLocator(integer=against is Against.EPOCHS, nbins=6))
-    if quantity == "loss":
+    if quantity == "loss" and min(drawn) > 0:
         _log_scale(axes)
-    else:
+    elif quantity == "accuracy":
         _accuracy_scale(axes, min(drawn), max(drawn))
     tidy(axes)
 

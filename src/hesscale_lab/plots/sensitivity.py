@@ -22,13 +22,14 @@ def draw(experiment: Experiment, *, columns: int | None = None) -> Figure:
     """Rows are β₁, columns β₂; a line per optimizer over the step sizes, bars of ± 2 standard errors.
 
     An optimizer without moments (SGD) is the same in all panels. A hollow mark: some run became not finite, and counts
-    with its loss before training.
+    with its loss before training. A setting whose runs have not ended has no final loss yet, and no mark.
     """
-    pairs = sorted({(s.beta1, s.beta2) for s in experiment.series if s.beta1 or s.beta2}) or [(0.0, 0.0)]
+    ended = tuple(series for series in experiment.series if series.has_ended)
+    pairs = sorted({(s.beta1, s.beta2) for s in ended if s.beta1 or s.beta2}) or [(0.0, 0.0)]
     beta2s = len({beta2 for _, beta2 in pairs})
     columns = min(columns or beta2s, len(pairs))
     rows = -(-len(pairs) // columns)
-    shown = styles(series.label for series in experiment.series)
+    shown = styles(series.label for series in ended)
     wide = columns > 1
     legend_columns = 4 if columns > 2 else 2
     height = 2.9 * rows + 0.25 * -(-len(shown) // legend_columns) + 0.3
@@ -37,7 +38,7 @@ def draw(experiment: Experiment, *, columns: int | None = None) -> Figure:
     for axes in panels[len(pairs) :]:
         axes.set_axis_off()
     for axes, pair in zip(panels, pairs, strict=False):
-        _draw_pair(axes, pair, experiment.series, shown)
+        _draw_pair(axes, pair, ended, shown)
         if wide:
             axes.label_outer()
         axes.set_title(f"β₁ = {pair[0]:g}, β₂ = {pair[1]:g}" if any(pair) else "no moments", fontsize="medium")
@@ -70,13 +71,15 @@ def _draw_pair(
             points = [(s.lr, mean) for s, mean in zip(own, means, strict=True) if bool(s.not_finite) is broken]
             if points:
                 axes.plot(*zip(*points, strict=True), marker, color=color, markersize=5.5, markerfacecolor=fill)
-    axes.set(xscale="log", yscale="log", xlabel="lr", ylabel="final test loss")
+    axes.set(xscale="log", xlabel="lr", ylabel="final test loss")
     tried = sorted({s.lr for s in series})
     axes.xaxis.set_major_locator(FixedLocator(tried) if len(tried) <= _LABELS else LogLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda lr, _: power(lr)))
-    low, high = axes.get_ylim()
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 300 * low else (1,)))
-    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-    axes.yaxis.set_minor_formatter(NullFormatter())
+    if all(s.values[METRIC][-1].mean > 0 for s in series):  # panels share their axis
+        axes.set_yscale("log")
+        low, high = axes.get_ylim()
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 300 * low else (1,)))
+        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
     axes.xaxis.set_minor_locator(NullLocator())
     tidy(axes)

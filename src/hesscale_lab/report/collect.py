@@ -1,15 +1,18 @@
 """Run folders, read into plain numbers: an experiment per task, length and data; in it a series per setting.
 
-Runs below different ``--out`` folders are different experiments: they may repeat each other on another machine.
+Runs below different ``--out`` folders are different experiments: they may repeat each other on another machine. In one
+folder a seed counts once.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 from zlib import crc32
 
 from ..compact import INDEX, stored_runs
@@ -67,6 +70,15 @@ class Series:
         reached = [epoch for epoch, seconds in enumerate(self.seconds) if not math.isnan(seconds)]
         return self.seconds[reached[-1]] / reached[-1] if reached[-1] else math.nan
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether its runs came to their end; means of unfinished ones go as far as all of these came."""
+        return all(history.state is not State.UNFINISHED for history in self.histories)
+
+    def area_until(self, epoch: int) -> float:
+        """The area under the mean validation loss over epochs 0 … ``epoch``."""
+        return math.fsum(value.mean for value in self.values["valid_loss"][: epoch + 1])
+
     def best(self, metric: str) -> tuple[int, Estimate]:
         """The epoch at which the mean is best, and its value there."""
         pick = max if metric.endswith("accuracy") else min
@@ -83,6 +95,8 @@ class Experiment:
     fields: str
     series: tuple[Series, ...]
     place: str = ""  # the folder of its runs, where another one has the same kind of runs
+    folder: str = ""  # the same in any case, as short as tells it from all others
+    mark: str = ""  # where its name would be another's as well
 
     @property
     def title(self) -> str:
@@ -102,21 +116,29 @@ class Experiment:
         raw = "-".join([self.task, f"e{self.epochs}", *([f"n{self.subset}"] if self.subset else []), self.fields])
         raw = f"{self.place}-{raw}" if self.place else raw
         clean = "".join(c if c.isalnum() or c in "-._" else "-" for c in raw).strip("-")
-        return clean if len(clean) <= _LONGEST else f"{clean[:_LONGEST]}-{crc32(raw.encode()):08x}"
+        short = clean if len(clean) <= _LONGEST else f"{clean[:_LONGEST]}-{crc32(raw.encode()):08x}"
+        return f"{short}-{self.mark}" if self.mark else short
 
     @cached_property
     def chosen(self) -> dict[str, Series]:
-        """One setting per optimizer and its options: with the most seeds; among equals, with the smallest area."""
+        """One setting per optimizer and its options: of those that have ended, if there are any, the one with the most
+        seeds; among equals, with the smallest area over the epochs that all of them have.
+        """
         chosen: dict[str, Series] = {}
         for name in styles(series.label for series in self.series):
             own = [series for series in self.series if series.label == name]
-            chosen[name] = min(own, key=lambda series: (-len(series.seeds), series.area.mean))
+            chosen[name] = _best_of([series for series in own if series.has_ended] or own)
         return chosen
 
     @property
     def is_search(self) -> bool:
         """Whether some optimizer was run at several settings."""
         return len(self.series) > len(self.chosen)
+
+
+def _best_of(own: Sequence[Series]) -> Series:
+    last = min(series.epochs for series in own)
+    return min(own, key=lambda series: (-len(series.seeds), series.area_until(last)))
 
 
 @dataclass(frozen=True)
@@ -130,33 +152,22 @@ class Collection:
 
 def collect(folders: Iterable[Path]) -> Collection:
     """All runs in and below these folders. One that cannot be read costs the report a sentence, nothing else."""
-    trained: dict[Conditions, dict[Path, dict[Setting, list[Training]]]] = {}
+    trained: list[Training] = []
     studies: list[Study] = []
     left_out: list[str] = []
     for run in _runs(folders, left_out):
         try:
             config = settings_in(run)
             if config.get("kind") == "train":
-                training = read_training(run, config)
-                place = trained.setdefault(training.conditions, {}).setdefault(_place(run), {})
-                place.setdefault(training.setting, []).append(training)
+                trained.append(read_training(run, config))
             else:
                 study, lines = read_study(run, config)
                 studies.append(study)
                 left_out += lines
         except ValueError as error:
             left_out.append(f"{run.folder}: {error}")
-    experiments = [
-        _experiment(key, settings, "" if len(places) == 1 or place.name == USUAL else place.name)
-        for key, places in trained.items()
-        for place, settings in places.items()
-    ]
-    return Collection(tuple(sorted(experiments, key=lambda e: e.title)), tuple(studies), tuple(left_out))
-
-
-def _place(run: Run) -> Path:
-    """What was given as --out: the folder above task, optimizer, setting and seed."""
-    return run.folder.resolve().parents[min(3, len(run.folder.resolve().parents) - 1)]
+    experiments = sorted(_experiments(trained, left_out), key=lambda experiment: experiment.title)
+    return Collection(tuple(_told_apart(experiments)), tuple(studies), tuple(left_out))
 
 
 def _runs(folders: Iterable[Path], left_out: list[str]) -> Iterator[Run]:
@@ -172,9 +183,67 @@ def _runs(folders: Iterable[Path], left_out: list[str]) -> Iterator[Run]:
     yield from found.values()
 
 
-def _experiment(conditions: Conditions, settings: Mapping[Setting, list[Training]], place: str) -> Experiment:
-    series = tuple(_series(setting, settings[setting]) for setting in sorted(settings))
-    return Experiment(**conditions._asdict(), series=series, place=place)
+class _Kind(NamedTuple):
+    """What the runs of one experiment share."""
+
+    conditions: Conditions
+    place: Path
+    source: str
+
+
+def _grouped(trained: Iterable[Training]) -> dict[_Kind, list[Training]]:
+    """The runs of each experiment. Those whose source was not recorded are of the one that is known, if one is."""
+    groups: dict[_Kind, list[Training]] = {}
+    for run in trained:
+        groups.setdefault(_Kind(run.conditions, run.place, run.source), []).append(run)
+    for kind in [kind for kind in groups if not kind.source]:
+        known = [other for other in groups if other.source and other[:2] == kind[:2]]
+        if len(known) == 1:
+            groups[known[0]] += groups.pop(kind)
+    return groups
+
+
+def _experiments(trained: Iterable[Training], left_out: list[str]) -> Iterator[Experiment]:
+    groups = _grouped(trained)
+    for kind, runs in groups.items():
+        alike = [other for other in groups if other.conditions == kind.conditions]
+        place = _short(kind.place, [other.place for other in alike])
+        several = len([other for other in alike if other.place == kind.place]) > 1
+        words = [kind.conditions.fields, f"source {kind.source}" if several and kind.source else ""]
+        settings: dict[Setting, list[Training]] = {}
+        for run in _each_once(runs, left_out):
+            settings.setdefault(run.setting, []).append(run)
+        yield Experiment(
+            **kind.conditions._replace(fields=", ".join(filter(None, words)))._asdict(),
+            series=tuple(_series(setting, settings[setting]) for setting in sorted(settings)),
+            place="" if place == USUAL or all(other.place == kind.place for other in alike) else place,
+            folder=_short(kind.place, [other.place for other in groups]),
+        )
+
+
+def _each_once(runs: Iterable[Training], left_out: list[str]) -> Iterator[Training]:
+    """One run of each setting and seed, one that has ended if there is any; the others are named."""
+    kept: dict[tuple[Setting, int], Training] = {}
+    for run in sorted(runs, key=lambda run: run.history.state is State.UNFINISHED):
+        first = kept.setdefault((run.setting, run.seed), run)
+        if first is not run:
+            left_out.append(f"{run.folder}: the same setting and seed as {first.folder}")
+    yield from kept.values()
+
+
+def _short(place: Path, places: Sequence[Path]) -> str:
+    """As much of the end of a path as tells it from the others."""
+    others = [other.parts for other in places if other != place]
+    count = next(n for n in range(1, len(place.parts) + 1) if all(o[-n:] != place.parts[-n:] for o in others))
+    return Path(*place.parts[-count:]).as_posix()
+
+
+def _told_apart(experiments: Sequence[Experiment]) -> Iterator[Experiment]:
+    """Files and anchors have names of their own, also where signs were lost, such as in a b and a-b."""
+    names = Counter(experiment.name.casefold() for experiment in experiments)
+    for experiment in experiments:
+        mark = f"{crc32(experiment.title.encode()):08x}" if names[experiment.name.casefold()] > 1 else ""
+        yield replace(experiment, mark=mark)
 
 
 def _series(setting: Setting, runs: Sequence[Training]) -> Series:

@@ -75,6 +75,7 @@ def _per_second(experiments: Iterable[Experiment]) -> Iterator[Row]:
 
 def _conditions(experiment: Experiment) -> dict[str, Any]:
     return {
+        "place": experiment.folder,
         "task": experiment.task,
         "subset": experiment.subset,
         "fields": experiment.fields,

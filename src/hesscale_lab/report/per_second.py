@@ -5,6 +5,8 @@ ratios to Adam's, so that below 1 is better; means and standard errors are over 
 
     time    t / t_Adam, t the first time at which the validation loss is Adam's last or lower, linear between epochs
     area    ∫₀ᵀ loss dt / ∫₀ᵀ loss_Adam dt, T the time that both have trained
+
+There is no time where Adam ended no lower than it began, and no ratio of areas where a loss is not above 0.
 """
 
 from __future__ import annotations
@@ -25,8 +27,10 @@ BASELINES = ("AdamFused", "Adam")
 _HEADINGS = ("optimizer", "seeds", "s to {name}'s final valid. loss", "relative", "", "area over time, relative", "")
 _NOTE = (
     "Measured seconds of training, evaluations not counted; every run beside {name}'s of the same seed, as ratios: "
-    "below 1 is better. Mean ± standard error over seeds; wins and loses: by more than two of them; open: a run "
-    "ended before the time that {name} took. Area: under the validation loss, over the time that both have trained."
+    "below 1 is better. Mean ± standard error over seeds; wins and loses: by more than two of them; k of n arrived: "
+    "only so many seeds came down to {name}'s final loss; loses without a number: none did, though all had the time; "
+    "open: none did, and a run ended before the time that {name} took, or {name} itself ended no lower than it began. "
+    "Area: under the validation loss, over the time that both have trained; open where a loss is not above 0."
 )
 
 
@@ -36,23 +40,26 @@ class Comparison:
 
     series: Series
     seeds: int
-    reached: int  # of these, how many came down to the baseline's final loss
+    aimless: int  # of these, in how many the baseline ended no lower than it began: then there is nothing to reach
+    reached: int  # how many came down to the baseline's final loss
     open: int  # how many ended higher, but before the time that the baseline took
     seconds: Estimate | None  # until then, of those that did
     time: Estimate | None  # the same relative to the baseline's; None unless all did
-    area: Estimate
+    area: Estimate | None  # None where a loss is not above 0: a ratio would say nothing
 
     @property
     def time_verdict(self) -> str:
-        """In one word; whoever does not arrive loses, if it had the time."""
+        """In a few words; if no seed arrives, the optimizer loses, provided that all had the time."""
         if self.time is not None:
             return verdict(self.time, self.seeds)
-        return "open" if self.open else "behind, 1 seed" if self.seeds == 1 else "loses"
+        if self.reached:
+            return f"{self.reached} of {self.seeds} arrived"
+        return "open" if self.open or self.aimless else "behind, 1 seed" if self.seeds == 1 else "loses"
 
     @property
     def area_verdict(self) -> str:
-        """In one word."""
-        return verdict(self.area, self.seeds)
+        """In a few words."""
+        return "open" if self.area is None else verdict(self.area, self.seeds)
 
 
 def verdict(ratio: Estimate, seeds: int) -> str:
@@ -87,20 +94,27 @@ def comparisons(experiment: Experiment) -> Iterator[Comparison]:
 
 
 def _compare(series: Series, pairs: list[tuple[History, History]]) -> Comparison:
-    times = [(reach(own, _losses(adam)[-1]), reach(adam, _losses(adam)[-1])) for own, adam in pairs]
-    arrived = [(own, adam) for own, adam in times if own is not None and adam]
-    ends = [_end(own, adam) for own, adam in pairs]
-    too_short = [own is None and end < (adam or 0.0) for (own, adam), end in zip(times, ends, strict=True)]
-    areas = [area(own, end) / area(adam, end) for (own, adam), end in zip(pairs, ends, strict=True)]
+    aiming = [(own, adam) for own, adam in pairs if _losses(adam)[-1] < _losses(adam)[0]]
+    aimless = len(pairs) - len(aiming)
+    times = [tuple(reach(one, _losses(pair[1])[-1]) for one in pair) for pair in aiming]
+    arrived = [] if aimless else [(own, adam) for own, adam in times if own is not None and adam]
+    late = [_end(*pair) < (adam or 0.0) for pair, (own, adam) in zip(aiming, times, strict=True) if own is None]
+    positive = all(loss > 0 for pair in pairs for history in pair for loss in _losses(history))
     return Comparison(
         series,
         len(pairs),
+        aimless,
         len(arrived),
-        sum(too_short),
+        sum(late),
         seconds=estimate([own for own, _ in arrived]) if arrived else None,
         time=estimate([own / adam for own, adam in arrived]) if len(arrived) == len(pairs) else None,
-        area=estimate(areas),
+        area=estimate([_area_ratio(own, adam) for own, adam in pairs]) if positive else None,
     )
+
+
+def _area_ratio(own: History, adam: History) -> float:
+    end = _end(own, adam)
+    return area(own, end) / area(adam, end)
 
 
 def _end(own: History, adam: History) -> float:
@@ -149,7 +163,7 @@ def per_second_table(experiment: Experiment) -> Table | None:
 
 
 def _row(found: Comparison) -> tuple[str, ...]:
-    missed = found.seeds - found.reached
+    missed = 0 if found.aimless else found.seeds - found.reached
     never = f"not reached by {missed} of {found.seeds}" if missed else ""
     return (
         found.series.label,
@@ -157,6 +171,6 @@ def _row(found: Comparison) -> tuple[str, ...]:
         never if found.seconds is None else plain(found.seconds, digits=1),
         never if found.time is None else plain(found.time, digits=3),
         found.time_verdict,
-        plain(found.area, digits=3),
+        "" if found.area is None else plain(found.area, digits=3),
         found.area_verdict,
     )

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..compact import StoredRun
 from ..histories import History, read_history
+from ..limits import LARGEST, MOST, is_step_size
 from ..optimizers import EARLIER_NAMES
 from ..options import words
+from ..plugins import Plugin, is_built_in
 from ..runs import CONFIG, METRICS, Run
 from ..studies.reading import Record, read
 from .kinds import Kind, kind_of
 from .table import Table
 
 Config = dict[str, Any]
-_LARGEST = 1e100  # what lies beyond it cannot be squared
-_LARGEST_COUNT = 10**9
+_DIGITS = 8  # of a digest, to tell a few apart
 _PNG = b"\x89PNG\r\n\x1a\n"
 
 
@@ -49,6 +52,9 @@ class Training:
     conditions: Conditions
     setting: Setting
     seed: int
+    folder: Path
+    place: Path  # what was given as --out
+    source: str  # digests of the text or the plugin that the task is from, as far as they were recorded
     history: History
     command: str
     environment: str
@@ -86,9 +92,39 @@ def read_training(run: Run, config: Config) -> Training:
         raise ValueError(f"{METRICS} is not readable ({type(error).__name__}: {detail})") from None
     if history is None:
         raise ValueError("nothing measured yet")
-    if any(abs(value) > _LARGEST for values in (history.seconds, *history.values.values()) for value in values):
-        raise ValueError(f"{METRICS} has numbers beyond {_LARGEST:g}")
-    return Training(conditions, setting, seed, history, _command(config), _environment(run))
+    if any(abs(value) > LARGEST for values in (history.seconds, *history.values.values()) for value in values):
+        raise ValueError(f"{METRICS} has numbers beyond {LARGEST:g}")
+    times = [seconds for seconds in history.seconds if not math.isnan(seconds)]
+    if times[0] != 0 or any(after <= before for before, after in pairwise(times)):
+        raise ValueError(f"the seconds in {METRICS} do not grow from 0, epoch by epoch")
+    place, source = _place(run, conditions.task), _source(config)
+    command, where = _command(config), _environment(run)
+    return Training(conditions, setting, seed, run.folder, place, source, history, command, where)
+
+
+def _place(run: Run, task: str) -> Path:
+    """What was given as --out: the folder above task, optimizer, setting and seed; a task's folder that was copied, and
+    so has another name, is a place of its own.
+    """
+    above = run.folder.resolve().parents
+    return above[min(3 if len(above) > 2 and above[2].name == task else 2, len(above) - 1)]
+
+
+def _source(config: Config) -> str:
+    text = config.get("text") or ""
+    if not isinstance(text, str):
+        raise ValueError(f"its text is {text!r:.60}")
+    plugin = "" if is_built_in("TASKS", str(config["task"])) else _plugin(config)
+    return _printable("text", "-".join(filter(None, [text[:_DIGITS], plugin])))
+
+
+def _plugin(config: Config) -> str:
+    """The first digits of its digest; empty if there is none."""
+    plugin = config.get("plugin")
+    try:
+        return Plugin(**plugin).digest[:_DIGITS] if plugin else ""
+    except (TypeError, AttributeError):
+        raise ValueError(f"its plugin is {plugin!r:.60}") from None
 
 
 def read_study(run: Run, config: Config) -> tuple[Study, tuple[str, ...]]:
@@ -133,28 +169,32 @@ def _conditions(config: Config) -> Conditions:
 def _setting(config: Config) -> Setting:
     name = _word(config, "optimizer")
     lr, beta1, beta2 = (_number(config, key) for key in ("lr", "beta1", "beta2"))
-    if not lr > 0:
+    if not is_step_size(lr):
         raise ValueError(f"its lr is {lr}")
-    return Setting(EARLIER_NAMES.get(name, name), lr, beta1, beta2, _options(config))
+    name = EARLIER_NAMES.get(name, name)
+    return Setting(name, lr, beta1, beta2, _options(config, name))
 
 
-def _options(config: Config) -> str:
+def _options(config: Config, optimizer: str) -> str:
+    """The options; of an optimizer from a plugin also from which."""
     options = config.get("options") or {}
     if not isinstance(options, Mapping):
         raise ValueError(f"its options are {options!r:.60}")
-    return _printable("options", " ".join(words(sorted(options.items()))))
+    plugin = "" if is_built_in("OPTIMIZERS", optimizer) else _plugin(config)
+    own = [f"plugin={plugin}"] if plugin else []
+    return _printable("options", " ".join([*words(sorted(options.items())), *own]))
 
 
 def _number(config: Config, name: str) -> float:
     value = config.get(name)
-    if not isinstance(value, int | float) or not abs(value) < _LARGEST:
+    if not isinstance(value, int | float) or not abs(value) < LARGEST:
         raise ValueError(f"its {name} is {value!r:.60}")
     return float(value)
 
 
 def _whole(config: Config, name: str) -> int:
     value = config.get(name)
-    if not isinstance(value, int) or not 0 <= value < _LARGEST_COUNT:
+    if not isinstance(value, int) or not 0 <= value <= MOST:
         raise ValueError(f"its {name} is {value!r:.60}")
     return value
 

@@ -56,7 +56,7 @@ def _final_row(series: Series) -> tuple[str, ...]:
         series.label,
         power(series.lr),
         _betas(series),
-        str(len(series.seeds)) + (f" (at epoch {series.epochs})" if series.unfinished >= len(series.seeds) else ""),
+        _seeds(series),
         percent(series.values["test_accuracy"][-1]),
         _best(series, "test_accuracy"),
         plain(series.values["test_loss"][-1]),
@@ -64,6 +64,10 @@ def _final_row(series: Series) -> tuple[str, ...]:
         plain(series.area, digits=2),
         "" if math.isnan(series.seconds_per_epoch) else f"{series.seconds_per_epoch:.3g}",
     )
+
+
+def _seeds(series: Series) -> str:
+    return f"{len(series.seeds)}" + ("" if series.has_ended else f" (at epoch {series.epochs})")
 
 
 def _betas(series: Series) -> str:
@@ -83,15 +87,18 @@ def _paper_cells(curve: PaperCurve | None, epoch: int) -> tuple[str, str]:
 
 
 def settings_table(experiment: Experiment) -> Table:
-    """Every setting of a search, best first for each optimizer."""
+    """Every setting of a search, best first for each optimizer; after them those that have not ended."""
     order = list(experiment.chosen)
-    series = sorted(experiment.series, key=lambda s: (order.index(s.label), s.area.mean))
+    series = sorted(
+        experiment.series,
+        key=lambda s: (order.index(s.label), not s.has_ended, s.area.mean if s.has_ended else s.lr),
+    )
     rows = tuple(
         (
             s.label,
             power(s.lr),
             _betas(s),
-            str(len(s.seeds)),
+            _seeds(s),
             plain(s.area, digits=2),
             plain(s.values["test_loss"][-1]),
             percent(s.values["test_accuracy"][-1]),

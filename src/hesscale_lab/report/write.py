@@ -92,7 +92,9 @@ def _figures(experiment: Experiment) -> Iterator[Drawn]:
     beside = "Dashes: the paper's curves at the same epochs." if set(paper) & set(experiment.chosen) else ""
     if beside and experiment.subset:
         beside += " The paper trained on all images, so an epoch there has more steps."
-    scales = "Losses, and accuracies close to 100 %, are on logarithmic scales (of the error, there)."
+    scales = (
+        "Losses, if all are above 0, and accuracies close to 100 %, are on logarithmic scales (of the error, there)."
+    )
     yield Drawn(
         "epochs",
         _joined("Learning curves by epoch.", band, beside, scales),
@@ -106,7 +108,7 @@ def _figures(experiment: Experiment) -> Iterator[Drawn]:
         learning_curves.draw(experiment, paper, against=Against.SECONDS),
         learning_curves.draw(experiment, paper, against=Against.SECONDS, columns=1),
     )
-    if experiment.is_search:
+    if experiment.is_search and any(series.has_ended for series in experiment.series):
         yield Drawn(
             "sensitivity",
             "Final test loss against lr, for each pair of β₁ and β₂. Hollow marks: a run became not finite.",

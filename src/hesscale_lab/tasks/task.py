@@ -70,6 +70,10 @@ class Task:
         """Training and test examples; ``folder`` is what ``--data`` names."""
         raise NotImplementedError(f"{type(self).__name__} has no load")
 
+    def digest(self, folder: Path | None) -> str | None:
+        """Of the data, where it is a file of the user's, so that runs on another one are not taken for these."""
+        return None
+
     def make(self, generator: torch.Generator) -> nn.Module:
         """The network, freshly initialized from this generator."""
         raise NotImplementedError(f"{type(self).__name__} has no make")

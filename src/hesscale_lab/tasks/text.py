@@ -9,6 +9,7 @@ import gzip
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -48,6 +49,13 @@ class TextTask(Task):
         content = read_text(self.text, folder)
         end = len(content) - len(content) // _TEST
         return self._windows(content[:end]), self._windows(content[end:])
+
+    def digest(self, folder: Path | None) -> str | None:
+        """Of the text; None if it cannot be read, which ``load`` explains should it be needed."""
+        try:
+            return sha256(read_text(self.text, folder)).hexdigest()[:16]
+        except DataError:
+            return None
 
     def make(self, generator: torch.Generator) -> nn.Module:
         """The network, freshly initialized."""

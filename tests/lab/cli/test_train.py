@@ -12,7 +12,9 @@ import typer
 from typer.testing import CliRunner
 
 from hesscale_lab.cli.train import train
+from hesscale_lab.limits import MOST
 from hesscale_lab.locks import alone
+from hesscale_lab.report.collect import collect
 from hesscale_lab.tasks import download
 
 from ..small_archives import write_mnist
@@ -78,9 +80,14 @@ def test_a_run_that_is_stopped_says_so(tmp_path: Path) -> None:
         (("digits", "--optimizer", "Foo"), "unknown optimizer 'Foo': choose among SGD, Adam"),
         (("digits", "--field", "foo=1"), "unknown field 'foo': choose among variant"),
         (("digits", "--field", "activation"), "a field is given as name=value"),
-        (("digits", "--lr", -1), "--lr must be positive and finite, not -1.0"),
-        (("digits", "--lr", "inf"), "--lr must be positive and finite, not inf"),
-        (("digits", "--lr", "nan"), "--lr must be positive and finite, not nan"),
+        (("digits", "--lr", -1), "--lr must be above 0 and below 1e+100, not -1.0"),
+        (("digits", "--lr", "inf"), "--lr must be above 0 and below 1e+100, not inf"),
+        (("digits", "--lr", "nan"), "--lr must be above 0 and below 1e+100, not nan"),
+        (("digits", "--lr", "1e100"), "--lr must be above 0 and below 1e+100, not 1e+100"),
+        (("digits", "--seed", 10**9), "--seed must be at most 999999999, not 1000000000"),
+        (("digits", "--epochs", 10**9), "--epochs must be at most 999999999, not 1000000000"),
+        (("digits", "--optimizer", "SGD", "--beta1", 0.9), "beta1 does not go with SGD: leave --beta1 out"),
+        (("digits", "--optimizer", "SGD", "--beta2", 0.9), "beta2 does not go with SGD: leave --beta2 out"),
         (("digits", "--field", "weight_decay=inf"), "weight_decay must be a number from 0, not inf"),
         (("digits", "--field", "width=inf"), "width must be a positive number, not inf"),
         (("digits", "--beta2", 1), "--beta2 must be at least 0 and below 1, not 1.0"),
@@ -185,6 +192,19 @@ def test_data_that_cannot_be_had_is_one_line_and_code_1(tmp_path: Path, monkeypa
         assert code == 1
         assert said.startswith(f"hesscale: {complaint}")
         assert said.count("\n") == 1
+
+
+def test_the_recorded_command_repeats_a_run_of_sgd(tmp_path: Path) -> None:
+    assert command("digits", "--optimizer", "SGD", "--epochs", 0, "--out", tmp_path)[0] == 0
+    (path,) = tmp_path.rglob("config.json")
+    assert command(*json.loads(path.read_text())["command"].split()[2:], "--out", tmp_path)[::2] == (0, "")
+
+
+def test_what_train_accepts_a_report_reads(tmp_path: Path) -> None:
+    largest = ("--seed", MOST, "--lr", 9e99)
+    assert command("digits", *largest, "--epochs", 0, "--out", tmp_path)[0] == 0
+    found = collect([tmp_path])
+    assert not found.left_out and found.experiments[0].series[0].seeds == (MOST,)
 
 
 def test_help_shows_examples() -> None:

@@ -70,6 +70,16 @@ def test_learning_curves_show_every_epoch(losses: list[list[float]], against: Ag
     assert_nothing_is_cut_off(learning_curves.draw(experiment(tmp_path), {}, against=against))
 
 
+def test_losses_that_are_not_above_0_have_a_linear_axis(tmp_path: Path) -> None:
+    for lr, last in ((1e-3, -1.0), (1e-2, 0.5)):
+        make_run(tmp_path, replace(ADAM, lr=lr), [2, 1, 0.5, last])
+    found = experiment(tmp_path)
+    for figure in (learning_curves.draw(found, {}), sensitivity.draw(found)):
+        assert {axes.get_yscale() for axes in figure.axes if "loss" in axes.get_title() + axes.get_ylabel()} == {
+            "linear"
+        }
+
+
 def test_the_papers_curves_are_not_cut_off_either(tmp_path: Path) -> None:
     make_run(tmp_path, replace(ADAM, task="mnist-mlp"), [2.3, 2.2, 2.1, 2.0])
     assert_nothing_is_cut_off(learning_curves.draw(experiment(tmp_path), paper_curves("mnist-mlp")))

@@ -13,6 +13,7 @@ import typer
 from typer.testing import CliRunner
 
 from hesscale_lab.cli.report import report as command
+from hesscale_lab.histories import METRICS
 from hesscale_lab.report.collect import collect
 from hesscale_lab.runs import Run
 from hesscale_lab.study_table import STUDIES
@@ -78,6 +79,14 @@ BAD: dict[str, Callable[[Run], None]] = {
     "metrics.jsonl has numbers beyond 1e+100": lambda run: (
         make_run(run.folder.parent, replace(ADAM, lr=0.5), [2, 1e200, 1, 1], folder=run.folder) and None
     ),
+    "metrics.jsonl is not readable (DamagedRunError: line": append(
+        json.dumps({"kind": "epoch", "epoch": 3, "seconds": -6.0, **dict.fromkeys(METRICS, 1.0)}).encode() + b"\n"
+    ),
+    "the seconds in metrics.jsonl do not grow from 0, epoch by epoch": append(
+        json.dumps({"kind": "epoch", "epoch": 3, "seconds": 3.0, **dict.fromkeys(METRICS, 1.0)}).encode() + b"\n"
+    ),
+    "its plugin is 3": lambda run: change(run, plugin=3, optimizer="Mine"),
+    "its text is [1]": lambda run: change(run, text=[1]),
     "nothing measured yet": lambda run: (run.folder / "metrics.jsonl").unlink(),
 }
 

@@ -56,7 +56,7 @@ def test_every_run_is_compared_with_adams_of_its_seed(tmp_path: Path) -> None:
     assert found.seconds == (3.5, pytest.approx(0.5))
     assert found.time is not None and found.time.mean == pytest.approx((4 / 6 + 3 / 6) / 2)
     areas = [(6 + 3 + 1.5) / (7 + 5 + 3), (10.5 + 4.5) / (9 + 7 + 5)]  # over Adam's 6 seconds
-    assert found.area.mean == pytest.approx(sum(areas) / 2)
+    assert found.area is not None and found.area.mean == pytest.approx(sum(areas) / 2)
 
 
 def test_a_run_that_does_not_arrive_loses_if_it_had_the_time(tmp_path: Path) -> None:
@@ -69,8 +69,40 @@ def test_a_run_that_does_not_arrive_loses_if_it_had_the_time(tmp_path: Path) -> 
     assert verdicts["AdaHessian"] == ("behind, 1 seed", "behind, 1 seed")
     assert verdicts["SGD"] == ("open", "ahead, 1 seed")
     assert verdicts["AdaGGNMC"] == ("behind, 1 seed", "behind, 1 seed")
-    assert found["AdaGGNMC"].area.mean == pytest.approx((7 + 4 * 4) / 15)  # from 2 s on with its first loss
+    broken = found["AdaGGNMC"].area
+    assert broken is not None and broken.mean == pytest.approx((7 + 4 * 4) / 15)  # from 2 s on with its first loss
     assert found["AdaHessian"].time is None
+
+
+def test_where_adam_ended_no_lower_than_it_began_there_is_no_time(tmp_path: Path) -> None:
+    timed(tmp_path, "Adam", [4, 3, 5, 6], epoch=2)
+    timed(tmp_path, "AdaHesScale", [4, 2, 1, 0.5], epoch=2)
+    (found,) = compared(tmp_path).values()
+    assert (found.time, found.seconds, found.reached) == (None, None, 0)
+    assert (found.time_verdict, found.area_verdict) == ("open", "ahead, 1 seed")
+    table = per_second_table(collect([tmp_path]).experiments[0])
+    assert table is not None and table.rows[0][2:5] == ("", "", "open")
+
+
+def test_losses_that_are_not_above_0_have_no_ratio_of_areas(tmp_path: Path) -> None:
+    timed(tmp_path, "Adam", [1, -1, -2, -3], epoch=2)
+    timed(tmp_path, "AdaHesScale", [1, -3, -6, -9], epoch=2)  # better everywhere, and a ratio above 1
+    (found,) = compared(tmp_path).values()
+    assert (found.area, found.area_verdict, found.time_verdict) == (None, "open", "ahead, 1 seed")
+    table = per_second_table(collect([tmp_path]).experiments[0])
+    assert table is not None and table.rows[0][5:] == ("", "open")
+    write_numbers(collect([tmp_path]), tmp_path)
+    (line,) = csv.DictReader((tmp_path / "seconds.csv").read_text().splitlines())
+    assert (line["place"], line["area"], line["area_verdict"]) == (tmp_path.name, "", "open")
+
+
+def test_who_arrives_with_some_seeds_neither_wins_nor_loses(tmp_path: Path) -> None:
+    for seed in range(3):
+        timed(tmp_path, "Adam", [4, 3, 2, 1], epoch=2, seed=seed)
+        timed(tmp_path, "AdaHesScale", [4, 2, 1.5, 0.9 if seed else 1.1], epoch=2, seed=seed)
+        timed(tmp_path, "AdaHessian", [4, 3, 3, 2], epoch=4, seed=seed)
+    verdicts = {name: found.time_verdict for name, found in compared(tmp_path).items()}
+    assert verdicts == {"AdaHesScale": "2 of 3 arrived", "AdaHessian": "loses"}
 
 
 def test_a_verdict_takes_two_standard_errors() -> None:

@@ -178,6 +178,29 @@ def test_most_seeds_are_chosen_then_the_smallest_area(tmp_path: Path) -> None:
     assert [row[1] for row in settings_table(experiment).rows] == ["1e-1", "1e-3", "1e-2"]
 
 
+def test_a_setting_that_has_ended_goes_before_one_that_has_not(tmp_path: Path) -> None:
+    for lr in (1e-3, 1e-4):
+        make_seeds(tmp_path, replace(ADAM, lr=lr), [[2, 1, 1, lr]])
+    for seed in (0, 1):
+        make_run(tmp_path, replace(ADAM, lr=1e-1, seed=seed), [2, 0.5], end=None)  # more seeds, a smaller sum so far
+    make_run(tmp_path, replace(ADAM, seed=1), [2, 1], end=None)
+    experiment = only(tmp_path)
+    assert experiment.chosen["Adam"].lr == 1e-4
+    rows = [(row[1], row[3]) for row in settings_table(experiment).rows]
+    assert rows == [("1e-4", "1"), ("1e-3", "1"), ("1e-1", "2 (at epoch 1)")]
+    assert final_table(experiment, {}).rows[0][3] == "1"
+    (axes,) = sensitivity.draw(experiment).axes
+    assert [*axes.lines[0].get_xdata()] == [1e-4, 1e-3]  # type: ignore[misc]
+
+
+def test_areas_of_unfinished_settings_are_compared_over_the_same_epochs(tmp_path: Path) -> None:
+    make_run(tmp_path, replace(ADAM, lr=1e-1), [2, 1.5], end=None)
+    make_run(tmp_path, replace(ADAM, lr=1e-2), [2, 1, 1], end=None)
+    assert only(tmp_path).chosen["Adam"].lr == 1e-2
+    assert report(tmp_path, "--out", tmp_path / "out")[0] == 0
+    assert not list((tmp_path / "out").glob("*-sensitivity.png"))  # there is no final loss yet
+
+
 def test_estimates() -> None:
     assert plain(Estimate(1.5e30, 0.25)) == "1.50e+30 ± 0.2500"
     assert estimate([1.0, 3.0]) == Estimate(2.0, 1.0)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gzip
+import json
 import math
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -18,7 +20,7 @@ from hesscale_lab.optimizers import OPTIMIZERS
 from hesscale_lab.runs import Run
 from hesscale_lab.tasks.table import TASKS
 from hesscale_lab.tasks.text import BUNDLED, read_text
-from hesscale_lab.workers import run_all, settings_of
+from hesscale_lab.workers import run_all, settings_of, standing_of
 
 TASK = TASKS["text-gpt"]
 SMALL = TASK.with_fields([("context", 8), ("width", 16), ("layers", 2), ("heads", 2), ("batch", 4)])
@@ -135,6 +137,31 @@ def test_heads_that_do_not_fit_are_one_sentence(tmp_path: Path) -> None:
         2,
         "hesscale: 3 heads cannot share a width of 128 equally\n",
     )
+
+
+def test_another_text_of_the_same_name_is_another_run(tmp_path: Path) -> None:
+    text = tmp_path / "my own.txt"
+    arguments = (*SIZES, "--field", "text=my own.txt", "--data", tmp_path, "--out", tmp_path / "runs")
+    text.write_text("the same words again and again, " * 100)
+    assert command(*arguments)[0] == 0
+    (path,) = (tmp_path / "runs").rglob("config.json")
+    config = Run(path.parent).config
+    assert config["text"] == sha256(text.read_bytes()).hexdigest()[:16]
+    settings = settings_of(config)
+    assert command(*arguments) == (0, "")  # finished
+    text.unlink()
+    assert command(*arguments) == (0, "")  # nothing needs to be read
+    text.write_text("other words again and again, " * 100)
+    assert command(*arguments) == (
+        2,
+        f"hesscale: {path.parent} holds a run with other text: choose another --out\n",
+    )
+    (there,) = run_all([settings], tmp_path / "again", data=tmp_path, workers=1)
+    assert there.error is not None and there.error.startswith("the text here (digest ")
+    del config["text"]  # as before it was recorded: nobody knows
+    path.write_text(json.dumps(config))
+    assert command(*arguments) == (0, "")
+    assert standing_of(settings, path.parent).has_ended
 
 
 def test_it_trains_on_a_file_here_and_in_a_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
