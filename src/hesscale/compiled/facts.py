@@ -139,7 +139,7 @@ class Facts:
 
     def _module(self, module: nn.Module) -> None:
         kind, names, found = type(module), self.names, self._found
-        found.append(("forward", kind.forward))
+        found.append(("forward", getattr(kind, "forward", None)))  # that of a scripted module cannot be had
         self._class("class", kind)
         for key, value in vars(module).items():
             if type(value) in _PLAIN:
