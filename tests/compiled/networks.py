@@ -20,6 +20,11 @@ def cross_entropy(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(model(x), y)
 
 
+def square(model: nn.Module, x: Tensor) -> Tensor:
+    loss: Tensor = model(x).square().mean()
+    return loss
+
+
 class Tied(nn.Module):
     """Embedding and head share a weight; batch norm, dropout of nothing, a gate, a learned scalar, an LSTM."""
 

@@ -42,7 +42,7 @@ CHANGES: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
     ),
     "a layer": (
         lambda model: (model.__setitem__(1, nn.Sequential(nn.Tanh(), nn.Tanh())), vectors(6))[1],  # type: ignore[operator]
-        "training changed",
+        "modules changed",
     ),
 }
 

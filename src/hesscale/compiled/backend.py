@@ -125,6 +125,16 @@ def lowered(module: Any, inputs: Sequence[Tensor], backend: Any, settings: Mappi
     return compiled
 
 
+def settings_of_mode(mode: str | None, dynamic: bool) -> dict[str, Any]:
+    """What a mode of torch.compile means for Inductor."""
+    if mode is None:
+        return {}
+    import torch._inductor
+
+    found: dict[str, Any] = torch._inductor.list_mode_options(mode, dynamic)
+    return found
+
+
 def refuse_wrong(module: Any) -> None:
     """ValueError where Inductor is known to compute something else, as compared by benchmarks/compiled_agreement.py."""
     for node in module.graph.nodes:

@@ -6,14 +6,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
-from .facts import facts_around, facts_of_foreign, key_of, looks_of
+from .facts import key_of
 
 _TWICE = "a tensor that requires grad is given to the step twice, or is a parameter of the model: give it once"
 _NO_LEAF = "an argument or buffer requires grad but is no leaf: detach it, or compute it inside loss_fn"
@@ -27,6 +27,9 @@ _VIEWED = (
     "x.resolve_conj().resolve_neg(), or a dense and padded tensor instead of a sparse or nested one"
 )
 _SUBCLASS = "an argument of the step is a {kind}, which compiled code would not know as such: pass a plain torch.Tensor"
+
+LOOKED_INTO: Final = (nn.Module, FunctionType, MethodType, partial, type)
+"""Arguments of which is seen what is seen around ``loss_fn``."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,7 @@ def _refuse_batch(values: Sequence[Any]) -> None:
         if isinstance(value, Tensor):
             if type(value) not in (Tensor, nn.Parameter):
                 raise TypeError(_SUBCLASS.format(kind=type(value).__name__))
-        elif not isinstance(value, nn.Module) and key_of(value) is None and not _is_frozen(value):
+        elif not isinstance(value, LOOKED_INTO) and key_of(value) is None and not _is_frozen(value):
             raise TypeError(_OPAQUE.format(kind=type(value).__name__))
 
 
@@ -91,24 +94,3 @@ def refuse_views(tensors: Iterable[Tensor]) -> None:
 def _is_frozen(value: Any) -> bool:
     """Whether it is compared by what is in it, and cannot be changed, as far as its class tells."""
     return getattr(type(value), "__hash__", None) not in (None, object.__hash__)
-
-
-def looks(value: Any, model: nn.Module) -> Any:
-    """What a graph knows of a value: all of it, unless it is a tensor."""
-    return looks_of(value) if isinstance(value, Tensor) else _known(value, model)
-
-
-def looks_without_size(value: Any, model: nn.Module) -> Any:
-    """The same where sizes are symbols; only 0 and 1 are looked at, as torch does."""
-    if isinstance(value, Tensor):
-        shape, _, *rest = looks_of(value)
-        return tuple(min(n, 2) for n in shape), *rest
-    return _known(value, model)
-
-
-def _known(value: Any, model: nn.Module) -> Any:
-    if isinstance(value, nn.Module):
-        return tuple(facts_of_foreign("", value))
-    if isinstance(value, (FunctionType, MethodType, partial)):
-        return key_of(value), *facts_around(value, model)
-    return key_of(value) or (type(value), value)

@@ -6,8 +6,9 @@ What it leaves would be tensors without values, and counts that the compiled cal
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, Final
 
@@ -15,31 +16,23 @@ import torch
 from torch import Tensor, nn
 
 from .backend import cache_of_parametrizations
-from .call import Call
-from .facts import objects_around
+from .facts import Facts, content, slots_of
+from .names import has_open_code, has_open_names, is_library
 
 _DEEP: Final = 4  # containers in containers
-_CLOSED: Final = (Tensor, nn.Module, type, ModuleType, FunctionType, MethodType)  # modules are looked at one by one
-
-
-def open_modules(loss_fn: Callable[..., Any], model: nn.Module, call: Call) -> list[nn.Module]:
-    """The model's modules, and those of a teacher or a criterion beside it."""
-    found = (model, *call.values, *objects_around(loss_fn))
-    return [*dict.fromkeys(module for one in found if isinstance(one, nn.Module) for module in one.modules())]
-
-
-def open_objects(loss_fn: Callable[..., Any], model: nn.Module, call: Call) -> Iterator[Any]:
-    """Whatever a forward pass may set attributes of."""
-    yield from open_modules(loss_fn, model, call)
-    yield from (one for one in (*call.values, *objects_around(loss_fn)) if not isinstance(one, (Tensor, nn.Module)))
+_CLOSED: Final = (Tensor, nn.Module, type, ModuleType, FunctionType, MethodType)  # what of them is met comes one by one
 
 
 @contextmanager
-def left_as_it_was(objects: Iterable[Any]) -> Iterator[None]:
-    """Attributes of these objects, and lists, dicts, sets and objects in them, are in the end what they were."""
+def left_as_it_was(facts: Facts) -> Iterator[None]:
+    """Attributes of all that was met, and lists, dicts, sets and objects in them, are in the end what they were."""
     before: dict[int, tuple[Any, Any]] = {}
-    for one in objects:
-        _note(getattr(one, "__dict__", None), before, _DEEP)
+    variables: list[_Variable] = []
+    for one in facts.met.values():
+        _note(one, before, _DEEP)
+        if isinstance(one, (nn.Module, FunctionType)):
+            _note(vars(one), before, _DEEP)
+        variables += _variables(one, facts.written)
     try:
         with _nothing_cached():
             yield
@@ -48,7 +41,36 @@ def left_as_it_was(objects: Iterable[Any]) -> Iterator[None]:
             if [*map(id, _all_in(held))] != [*map(id, _all_in(contents))]:
                 held.clear()
                 held.extend(contents) if isinstance(held, (list, deque)) else held.update(contents)
+        for read, write, value in variables:
+            if read() is not value:
+                write(value)
         torch.clear_autocast_cache()
+
+
+_Variable = tuple[Callable[[], Any], Callable[[Any], Any], Any]
+"""How it is read, how it is written, and what it is."""
+
+
+def _variables(one: Any, written: set[str]) -> Iterator[_Variable]:
+    """Of a function the written ones of its closure and its globals; attributes that lie in no dict of an object."""
+    if isinstance(one, FunctionType):
+        for name, cell in zip(one.__code__.co_freevars, one.__closure__ or (), strict=True):
+            if name in written:
+                yield partial(content, cell), partial(setattr, cell, "cell_contents"), content(cell)
+        known = one.__globals__ if has_open_code(one) else {}
+    elif isinstance(one, ModuleType):
+        known = vars(one) if has_open_names(one) else {}
+    else:
+        known = {}
+    for name in written & known.keys():
+        yield partial(known.get, name), partial(known.__setitem__, name), known[name]
+    if isinstance(one, type):
+        for name in written.intersection(vars(one)):
+            yield partial(vars(one).get, name), partial(setattr, one, name), vars(one)[name]
+    elif not isinstance(one, _CLOSED):
+        for name in written.intersection(slots_of(one)):
+            if hasattr(one, name):
+                yield partial(getattr, one, name, None), partial(setattr, one, name), getattr(one, name)
 
 
 def _note(held: Any, before: dict[int, tuple[Any, Any]], depth: int) -> None:
@@ -59,7 +81,7 @@ def _note(held: Any, before: dict[int, tuple[Any, Any]], depth: int) -> None:
         before[id(held)] = held, held.copy()
         for value in _all_in(held):
             _note(value, before, depth - 1)
-    elif hasattr(held, "__dict__"):
+    elif hasattr(held, "__dict__") and not is_library(type(held).__module__):
         _note(vars(held), before, depth - 1)
 
 

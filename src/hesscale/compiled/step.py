@@ -7,7 +7,7 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple, final
 
 import torch
@@ -21,9 +21,10 @@ from ..fast.workspace import lending, use_workspace, workspace_of
 from ..graph import plain_mode, storage_id, torch_backward
 from ..plan import method_named
 from ..walk import INFERENCE
-from .backend import Guard, hooks_of_all_modules, lowered, replace_allocator
-from .call import Call, call_of, looks, looks_without_size
-from .facts import facts_around, facts_of_module, looks_of, wiring
+from .backend import Guard, lowered, replace_allocator, settings_of_mode
+from .call import LOOKED_INTO, Call, call_of
+from .facts import Facts, facts_of
+from .kind import Kind, Pass, kind_of
 from .result import Result
 from .tracing import trace_call
 from .written_graph import constants, overwritten, overwritten_constants
@@ -32,6 +33,7 @@ _LOG: Final = logging.getLogger("hesscale.compile")
 _KEPT: Final = 16  # graphs of one step
 _MANY: Final = 8  # compilations after which something is wrong
 _SLOW: Final = 10.0  # seconds after which a word is due
+_ASKED: Final = ("is_due", "asked")
 _TRACING: Final = threading.RLock()  # torch traces one function at a time
 
 _NOT_A_MODULE = "model must be a torch.nn.Module, not {kind}"
@@ -103,39 +105,7 @@ class Settings:
     @property
     def for_inductor(self) -> dict[str, Any]:
         """Its own settings: those of the mode, and those given."""
-        if self.mode is None:
-            return dict(self.options)
-        from torch import _inductor
-
-        return {**_inductor.list_mode_options(self.mode, self.dynamic), **self.options}
-
-
-class Kind(NamedTuple):
-    """What a graph depends on: a call that differs from all before in one of these is compiled anew."""
-
-    batch: tuple[Any, ...]
-    structure: Any
-    parameters: tuple[Any, ...]
-    buffers: tuple[Any, ...]
-    wiring: tuple[tuple[str, int], ...]
-    training: tuple[bool, ...]
-    modules: tuple[Any, ...]
-    surroundings: tuple[Any, ...]
-    autocast: tuple[Any, ...]
-    backends: tuple[Any, ...]
-    curvature: bool
-    rules: int
-
-    def difference(self, other: Kind) -> str:
-        """In words, what is new compared with another kind."""
-        changes = []
-        for name, ours, theirs in zip(self._fields, self, other, strict=True):
-            if ours != theirs and isinstance(ours, tuple) and isinstance(theirs, tuple) and len(ours) == len(theirs):
-                pair = next((old, new) for new, old in zip(ours, theirs, strict=True) if new != old)
-                changes.append(f"{name}: {pair[0]} became {pair[1]}")
-            elif ours != theirs:
-                changes.append(f"{name} changed")
-        return "; ".join(changes)
+        return {**settings_of_mode(self.mode, self.dynamic), **self.options}
 
 
 class Program(NamedTuple):
@@ -157,66 +127,62 @@ class Step:
     def __init__(self, loss_fn: Callable[..., Any], model: nn.Module, settings: Settings) -> None:
         _refuse(model, settings)
         self.loss_fn, self.model, self.settings = loss_fn, model, settings
-        self._functions = [loss_fn] if settings.output is None else [loss_fn, settings.output]
-        self.is_due: Callable[[], bool] = lambda: True  # whether curvature is; else a plain pass runs
+        self.is_due: Callable[[], bool] = _always  # whether curvature is; else a plain pass runs
+        self.asked: Callable[[], tuple[str, Rank]] | None = None  # for which method and rank, if not those of settings
+        self._forget()
+
+    def _forget(self) -> None:
         self.compilations = 0
-        self._rules = method_named(settings.method).rules
+        self._names: set[str] = set()  # of attributes that any code reads
         self._programs: OrderedDict[Kind, list[Program]] = OrderedDict()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but the graphs, which hold tensors: a copy reads and writes its own, and compiles anew."""
+        return {name: value for name, value in vars(self).items() if name in ("loss_fn", "model", "settings", *_ASKED)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Nothing is compiled yet."""
+        vars(self).update(state)
+        self._forget()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What ``loss_fn(model, *args, **kwargs)`` returns; gradients and curvature are filled."""
         if torch.is_inference_mode_enabled():
             raise RuntimeError(INFERENCE)
         call = call_of(self.model, args, kwargs)
-        kind = self._kind(call)
+        kind, facts = self._kind(call)
         program = next((one for one in self._programs.get(kind, ()) if one.fits(call.batch)), None)
         if program is None:
-            program = self._compiled(kind, call)
+            program = self._compiled(kind, call, facts)
         self._programs.move_to_end(kind)
         inputs = call.inputs
         _refuse_shared(inputs, program)
         leaves.clear_orphans()  # whose memory may serve again
         with plain_mode(), _memory_of(inputs):
             tensors = program.run(*inputs)
-            return self._written(program, call, tensors)
+            return self._written(program, call, tensors, kind.computed.method)
 
-    def _kind(self, call: Call) -> Kind:
-        sdp = torch.backends.cuda
-        modules = dict(self.model.named_modules())
-        return Kind(
-            batch=tuple((looks_without_size if self.settings.dynamic else looks)(v, self.model) for v in call.values),
-            structure=call.structure,
-            parameters=tuple((name, *looks_of(p)) for name, p in call.parameters.items()),
-            buffers=tuple((name, *looks_of(buffer)) for name, buffer in call.buffers.items()),
-            wiring=tuple(wiring(modules.values())),
-            training=tuple(module.training for module in modules.values()),
-            modules=tuple(fact for name, module in modules.items() for fact in facts_of_module(name, module)),
-            surroundings=tuple(fact for function in self._functions for fact in facts_around(function, self.model)),
-            autocast=tuple(
-                torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda")
-            ),
-            backends=(
-                sdp.flash_sdp_enabled(),
-                sdp.mem_efficient_sdp_enabled(),
-                sdp.math_sdp_enabled(),
-                torch.get_default_dtype(),
-                torch.get_float32_matmul_precision(),
-                *hooks_of_all_modules(),
-            ),
-            curvature=self.is_due(),
-            rules=self._rules.version,
-        )
-
-    def _compiled(self, kind: Kind, call: Call) -> Program:
-        self._say_why(kind)
+    def _kind(self, call: Call) -> tuple[Kind, Facts]:
         settings = self.settings
+        method, rank = (settings.method, settings.rank) if self.asked is None else self.asked()
+        arguments = (("argument", value) for value in call.values if isinstance(value, LOOKED_INTO))
+        around = (("loss_fn", self.loss_fn), ("output", settings.output), *arguments)
+        facts = facts_of(self.model, around, self._names)
+        computed, rules = Pass(self.is_due(), method, rank), method_named(method).rules.version
+        return kind_of(call, facts, computed, rules=rules, dynamic=settings.dynamic), facts
+
+    def _compiled(self, kind: Kind, call: Call, facts: Facts) -> Program:
+        self._say_why(kind)
+        settings = replace(self.settings, method=kind.computed.method, rank=kind.computed.rank)
+        _refuse(self.model, settings)
         options = {"method": settings.method, "missing": settings.missing, "rank": settings.rank}
         with _TRACING, _word_when_slow():
             traced = trace_call(
                 self.loss_fn,
                 self.model,
                 call,
-                with_curvature=kind.curvature,
+                facts,
+                with_curvature=kind.computed.curvature,
                 output=settings.output,
                 options=options,
                 dynamic=settings.dynamic,
@@ -254,7 +220,7 @@ class Step:
         level = logging.WARNING if self.compilations == _MANY else logging.INFO
         _LOG.log(level, "tracing %s again (%d times so far): %s", _name(self.loss_fn), self.compilations, reason)
 
-    def _written(self, program: Program, call: Call, tensors: Sequence[Tensor]) -> Any:
+    def _written(self, program: Program, call: Call, tensors: Sequence[Tensor], method: str) -> Any:
         """Gives leaves their gradient and curvature, and returns what loss_fn does."""
         result = program.result
         count = result.count
@@ -268,8 +234,12 @@ class Step:
         _accumulate(reached, grads, taken)
         for leaf, s, (grad, continues) in zip(reached, curvatures, before, strict=False):
             to_old = continues and leaf.grad is grad  # a hook may have cleared it
-            leaves.add(leaf, leaves.owned(s, leaf, taken), to_old=to_old, method=self.settings.method)
+            leaves.add(leaf, leaves.owned(s, leaf, taken), to_old=to_old, method=method)
         return result.restored(returned)
+
+
+def _always() -> bool:
+    return True
 
 
 def _own(tensor: Tensor, taken: set[int], copies: bool) -> Tensor:
@@ -315,6 +285,7 @@ def _accumulate(reached: Sequence[Tensor], grads: Sequence[Tensor], taken: set[i
 def _refuse(model: nn.Module, settings: Settings) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(_NOT_A_MODULE.format(kind=type(model).__name__))
+    method_named(settings.method)  # or an error
     if checked_rank(settings.rank) and settings.dynamic:
         raise ValueError(_SIZES)
     if settings.missing == "sample":

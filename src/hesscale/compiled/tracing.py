@@ -21,8 +21,8 @@ from ..graph import LEAF, edge_of, trace
 from .backend import Guard, stand_ins, value_errors, without_mkldnn
 from .bound import Bound
 from .call import Call, refuse_views
-from .facts import parameters_as_keys
-from .restoring import left_as_it_was, open_modules, open_objects
+from .facts import Facts
+from .restoring import left_as_it_was
 from .result import Result, taken_apart
 from .watching import ValueOfConstantError, Watch, Withheld
 from .written_graph import constants, holds_generator, relaxed
@@ -71,6 +71,7 @@ def trace_call(
     loss_fn: Callable[..., Any],
     model: nn.Module,
     call: Call,
+    facts: Facts,
     *,
     with_curvature: bool,
     output: Callable[..., Any] | None,
@@ -79,13 +80,14 @@ def trace_call(
 ) -> Traced:
     """The graph of a call. With ``dynamic`` it holds for other sizes of the batch as well.
 
+    ``facts`` have met whatever loss_fn may leave something in. Nothing is left there.
+
     A graph takes ``call.inputs``, writes to buffers, and returns a tuple: the tensors of what loss_fn returns, one
     gradient for each leaf that is reached, and as many curvatures.
     """
-    if parameters_as_keys(loss_fn, model):
-        raise ValueError(_AS_KEYS)
+    _refuse_parameters_as_keys(facts, model)
     results: list[Result] = []
-    bound = Bound(loss_fn, model, open_modules(loss_fn, model, call))
+    bound = Bound(loss_fn, model, [one for one in facts.met.values() if isinstance(one, nn.Module)])
     state = [*call.parameters.values(), *call.buffers.values()]
     inputs, guard = stand_ins(state, call.batch) if dynamic else stand_ins(call.inputs)
     watch = Watch(call.leaves, inputs)
@@ -105,13 +107,20 @@ def trace_call(
         results.append(result)
         return *tensors, *(t for t in (*grads, *curvatures) if t is not None)
 
-    with left_as_it_was(open_objects(loss_fn, model, call)), watch.undone(), _traceable():
+    with left_as_it_was(facts), watch.undone(), _traceable():
         module = _write_down(run, inputs, dynamic=dynamic)
         watch.refuse_state(constants(module))
     refuse_views(constants(module))
     if holds_generator(module):  # made and seeded in loss_fn, compiled calls would draw on instead of again
         raise RuntimeError(_GENERATOR)
     return Traced(relaxed(module), results[-1], inputs, guard())
+
+
+def _refuse_parameters_as_keys(facts: Facts, model: nn.Module) -> None:
+    known = {*map(id, model.parameters())}
+    kinds = (set, frozenset, Mapping)
+    if any(id(key) in known for one in facts.met.values() if isinstance(one, kinds) for key in one):
+        raise ValueError(_AS_KEYS)
 
 
 def _unpack(call: Call, inputs: Sequence[Tensor]) -> tuple[dict[str, Tensor], Any, Any, list[Tensor]]:

@@ -38,6 +38,10 @@ _KEPT = (
     "loss_fn or the model keeps a tensor that it has computed while it was compiled before (in a cache, such as "
     "functools.lru_cache), and which has no values: clear the cache, and fill it before the step is called"
 )
+_PACKED = (
+    "loss_fn or the model calls pack_padded_sequence, whose result has sizes that depend on data, which are not known "
+    "while it is compiled: run the recurrent layer on the padded batch and mask its output, or call hesscale.backward"
+)
 
 _READS: Final = frozenset(("numpy", "tolist", "__array__"))  # which no dispatcher sees
 _ASKS: Final = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
@@ -121,6 +125,8 @@ class _Questions(TorchFunctionMode):
         name, given = getattr(function, "__name__", ""), args[0] if args else None
         if name in _READS and has_values(given):
             raise ValueOfConstantError
+        if name == "_pack_padded_sequence":
+            raise RuntimeError(_PACKED)
         if function == _SETS_DATA:
             raise RuntimeError(_DATA)
         if id(given) in self._leaves:

@@ -12,6 +12,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from .. import distributed
+from ..columns.dial import Rank
 from ..compiled import Step
 from ..compiled import compile as compile_step
 from . import amp, checks
@@ -91,14 +92,22 @@ class ReadsCurvature(Optimizer):
 
     def compile(self, loss_fn: Callable[..., Any], model: nn.Module, **options: Any) -> Step:
         """``hesscale.compile(loss_fn, model)`` by this optimizer's method; without curvature where it is not due."""
+        method, rank = self._compiled_pass()
+        for name in {"method", "rank"} & {*options}:
+            raise TypeError(f"the optimizer says which {name} is compiled: give it to {type(self).__name__}")
+        step = compile_step(loss_fn, model, method=method, rank=rank, **options)
+        step.is_due, step.asked = self._is_curvature_due, self._compiled_pass  # methods: those of a copy ask the copy
+        return step
+
+    def _is_curvature_due(self) -> bool:
+        return self.curvature_due
+
+    def _compiled_pass(self) -> tuple[str, Rank]:
+        """The method and rank of its source."""
         source = self._known_source()
         if not isinstance(source, Propagated):
             raise ValueError(f"only passes by hesscale.backward can be compiled, not {source}")
-        for name in {"method", "rank"} & {*options}:
-            raise TypeError(f"the optimizer says which {name} is compiled: give it to {type(self).__name__}")
-        step = compile_step(loss_fn, model, method=source.name, rank=source.rank, **options)
-        step.is_due = lambda: self.curvature_due
-        return step
+        return source.name, source.rank
 
     def _known_source(self) -> Source:
         if self.source is None:
