@@ -95,7 +95,7 @@ def test_rows_describe_a_graph_without_its_nodes() -> None:
         x = torch.ones(2, 3, requires_grad=True)
         root = (x.exp() * x).sum().grad_fn
         assert root is not None
-        return graph.trace(root).rows
+        return graph.graph_behind(root).rows
 
     first, second = rows(), rows()
     assert first == second
@@ -109,5 +109,5 @@ def test_nodes_of_complex_tensors_are_marked() -> None:
     x = torch.ones(2, 2, requires_grad=True)
     root = torch.view_as_real(torch.view_as_complex(x) * 1j).sum().grad_fn
     assert root is not None
-    marked = [row[0].endswith("(complex)") for row in graph.trace(root).rows]
+    marked = [row[0].endswith("(complex)") for row in graph.graph_behind(root).rows]
     assert marked == [False, True, True, True, False]

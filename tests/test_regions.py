@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import hesscale
-from hesscale.graph import edge_of, trace
+from hesscale.graph import graph_of
 from hesscale.regions import find_regions
 from hesscale.rules import RULES
 from hesscale.testing import exact_diagonal
@@ -47,7 +47,7 @@ def test_the_output_of_an_expression_among_the_targets() -> None:
 
 def places_of_regions(y: Tensor) -> list[list[str]]:
     """The operations of each region, by name."""
-    rows = trace(edge_of(y)[0]).rows
+    rows = graph_of(y).rows
     rules = [RULES.get(row[0]) for row in rows]
     regions = find_regions(wire(rows), rules, frozenset())
     return [[rows[place][0] for place in region.places] for region in regions.values()]

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .fsdp import has_gradient, sharded_modules, shards_of, whole_of
-from .graph import LOW_PRECISION, running_backward, tensors_in, when_backward_ends
+from .graph import running_backward, tensors_in, when_backward_ends, wide
 from .rules import RULES
 from .rules.families import Coupled
 
@@ -85,7 +85,7 @@ def average_curvature(params: Iterable[Tensor], group: Any = None) -> None:
             message /= count
             parts = message.split([p.numel() for p in batch])
             for p, h, part in zip(batch, curvatures, parts, strict=True):
-                mean = torch.empty_like(p, dtype=_wide(p), requires_grad=False).copy_(part.view(p.shape))
+                mean = torch.empty_like(p, dtype=wide(p.dtype), requires_grad=False).copy_(part.view(p.shape))
                 _set(p, mean, getattr(h, "method", None))
 
 
@@ -98,15 +98,10 @@ def _curvature(p: Tensor) -> Tensor | None:
     return curvature
 
 
-def _wide(p: Tensor) -> torch.dtype:
-    """The dtype of curvature."""
-    return torch.float32 if p.dtype in LOW_PRECISION else p.dtype
-
-
 def _flat(curvature: Tensor | None, p: Tensor) -> Tensor:
     if curvature is None:
-        return torch.zeros(p.numel(), dtype=_wide(p), device=p.device)
-    return curvature.to(_wide(p)).reshape(-1)
+        return torch.zeros(p.numel(), dtype=wide(p.dtype), device=p.device)
+    return curvature.to(wide(p.dtype)).reshape(-1)
 
 
 def _set(p: Any, curvature: Tensor, method: str | None) -> None:
@@ -204,7 +199,7 @@ def _reduce_scatter(mesh: Any, placements: Sequence[Any], parameters: Sequence[A
     dim, size = placements[over].dim, mesh.size(over)
     rows: list[list[Tensor]] = [[] for _ in range(size)]
     for parameter in parameters:
-        whole = whole_of(parameter).curvature.to(_wide(parameter.sharded_param))
+        whole = whole_of(parameter).curvature.to(wide(parameter.sharded_param.dtype))
         chunks = list(whole.chunk(size, dim))
         for row, index in zip(rows, range(size), strict=True):
             row.append(_padded(chunks[index] if index < len(chunks) else None, chunks[0]))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-from .graph import WEIGHT_NORM, edge_of, trace
+from .graph import WEIGHT_NORM, graph_of
 
 _WRONG = "WeightNormInterfaceBackward0"
 _REFUSAL = (
@@ -23,7 +23,7 @@ _REFUSAL = (
 
 def refuse_wrong_derivatives(y: Tensor) -> None:
     """Raises if the graph of ``y`` has an operation whose second derivatives torch gets wrong."""
-    if y.requires_grad and any(row[0] == _WRONG for row in trace(edge_of(y)[0]).rows):
+    if y.requires_grad and any(row[0] == _WRONG for row in graph_of(y).rows):
         raise RuntimeError(_REFUSAL)
 
 

@@ -57,6 +57,11 @@ _FREED = (
 )
 
 
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The precision of curvature for tensors of this one: half precision has it in single."""
+    return torch.float32 if dtype in LOW_PRECISION else dtype
+
+
 REQUIRED: Final = ("_current_graph_task_id", "_current_autograd_node", "_will_engine_execute_node")
 
 
@@ -100,8 +105,13 @@ class Graph:
         return self.nodes[link[0]], link[1]
 
 
-def trace(root: Node) -> Graph:
-    """The whole graph behind ``root``."""
+def graph_of(tensor: Tensor) -> Graph:
+    """The whole graph behind a tensor."""
+    return graph_behind(edge_of(tensor)[0])
+
+
+def graph_behind(root: Node) -> Graph:
+    """The whole graph behind a node."""
     places: dict[Any, int] = {root: 0}
     nodes: list[Any] = [root]
     rows: list[Row] = []
@@ -179,7 +189,7 @@ class _InSingle(TorchDispatchMode):
 def _widened(value: Any) -> Any:
     if isinstance(value, Tensor) and value.dtype in LOW_PRECISION:
         return value.float()
-    return torch.float32 if isinstance(value, torch.dtype) and value in LOW_PRECISION else value
+    return wide(value) if isinstance(value, torch.dtype) else value
 
 
 def call_in_single(node: Any, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from .columns.dial import Columns, Rank, checked_rank, make_dial
-from .graph import LEAF, edge_of, function_of, trace
+from .graph import LEAF, function_of, graph_of
 from .plan import behind_nonlinear, method_named
 from .regions import find_regions
 from .wiring import wire
@@ -67,7 +67,7 @@ def check(loss: Tensor, *, method: str = "hesscale", rank: Rank = 0) -> Report:
     table = way.rules
     if not isinstance(loss, Tensor) or not loss.requires_grad:
         raise RuntimeError("there is no graph to look at: the loss does not require grad")
-    graph = trace(edge_of(loss)[0])
+    graph = graph_of(loss)
     rows = graph.rows
     wiring = wire(rows)
     kinds: dict[str, Counter[str]] = {"exact": Counter(), "approximated": Counter(), "missing": Counter()}

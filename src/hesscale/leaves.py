@@ -15,7 +15,7 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor
 
-from .graph import LOW_PRECISION, storage_id
+from .graph import storage_id, wide
 from .traced import is_traced
 
 _LOCK: Final = threading.Lock()  # two threads may run backward on the same parameters
@@ -90,8 +90,7 @@ def add(leaf: Any, s: Tensor, *, to_old: bool, method: str | None = None) -> Non
 def owned(s: Tensor | None, like: Tensor, taken: set[int]) -> Tensor:
     """``s`` laid out like ``like`` in memory of its own, which is added to ``taken``; zeros if there is no ``s``."""
     if s is None or s._is_zerotensor():  # torch's zeros without memory
-        dtype = torch.float32 if like.dtype in LOW_PRECISION else like.dtype
-        return torch.zeros_like(like, dtype=dtype, requires_grad=False)
+        return torch.zeros_like(like, dtype=wide(like.dtype), requires_grad=False)
     if is_traced():  # sizes may be symbols; whoever runs the graph sees to its memory
         return s
     memory = storage_id(s)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from .errors import COMPLEX, OPAQUE, MissingRuleError
-from .graph import LEAF, LOW_PRECISION, Edge, Graph, Link, Row, edge_of, function_of, trace
+from .graph import LEAF, Edge, Graph, Link, Row, edge_of, function_of, graph_behind, wide
 from .regions import Region, Rules, find_regions
 from .rules import BL89, RULES
 from .rules.families import Rule
@@ -107,7 +107,7 @@ def make_plan(
     ``fallback`` is the rule of operations that have none.
     """
     root, nr = edge_of(y)
-    graph = trace(root)
+    graph = graph_behind(root)
     borders = [edge_of(tensor) for tensor in outputs]
     if any(node not in graph.places for node, _ in borders):
         raise ValueError("output is not part of the loss's graph: pass the very tensor the loss was computed from")
@@ -156,11 +156,7 @@ _kept_plan = functools.lru_cache(maxsize=16)(_plan)
 
 
 def _dtypes(wiring: Wiring) -> dict[Link, torch.dtype]:
-    return {
-        (place, nr): torch.float32 if dtype in LOW_PRECISION else dtype
-        for place, dtypes in enumerate(wiring.dtypes)
-        for nr, dtype in enumerate(dtypes)
-    }
+    return {(place, nr): wide(dtype) for place, dtypes in enumerate(wiring.dtypes) for nr, dtype in enumerate(dtypes)}
 
 
 def look_up(rows: Sequence[Row], order: Sequence[int], table: RuleTable, fallback: Rule | None = None) -> Rules:

@@ -121,7 +121,7 @@ class Walk:
         self._forget()
         plan = self._plan
         if self._starts_later:  # by whatever backward the user calls
-            self._graph = graphs.trace(graphs.running_node())
+            self._graph = graphs.graph_behind(graphs.running_node())
         assert self._graph is not None
         nodes: Sequence[Any] = self._graph.nodes
         reached: Sequence[int] = plan.leaves

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import hesscale
 from hesscale.fast import chunking
-from hesscale.graph import trace
+from hesscale.graph import graph_behind
 from hesscale.rules import RULES
 from hesscale.rules.families import Elementwise
 from hesscale.testing import check_rule
@@ -37,7 +37,7 @@ each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.label)
 def node_names(output: object) -> set[str]:
     """The names of all nodes a function's output was made by."""
     outputs: Any = output if isinstance(output, (tuple, list)) else (output,)
-    return {row[0] for t in outputs if t.grad_fn for row in trace(t.grad_fn).rows}
+    return {row[0] for t in outputs if t.grad_fn for row in graph_behind(t.grad_fn).rows}
 
 
 # fused kernels are compared with the same steps in plain operations, in test_attention.py and test_recurrent.py

@@ -20,7 +20,8 @@ from typing import Any, Unpack, final
 import torch
 from torch import Tensor, nn
 
-from ..estimators.problem import LossFunction, wide
+from ..estimators.problem import LossFunction
+from ..graph import wide
 from .over_batches import Batches, How, diagonal_over
 
 _PRECISION, _ANCHOR = "precision", "anchor"
@@ -84,7 +85,7 @@ class EWC(nn.Module):
         if not params:
             raise ValueError("the model has no parameters to consolidate")
         first = next(iter(params.values()))
-        total = first.new_zeros((), dtype=wide(first))
+        total = first.new_zeros((), dtype=wide(first.dtype))
         for task in self.tasks:
             total = total + _Parabola.of(task).at(params)
         return self.strength / 2 * total
@@ -147,7 +148,7 @@ class _Parabola(nn.Module):
         anchor = self.values(_ANCHOR)
         terms = []
         for name, h in self.values(_PRECISION).items():
-            p = params[name].to(wide(params[name]))  # squares of small differences vanish in half precision
+            p = params[name].to(wide(params[name].dtype))  # squares of small differences vanish in half precision
             terms.append((h.to(p) * (p - anchor[name].to(p)).square()).sum())
         return torch.stack(terms).sum()
 

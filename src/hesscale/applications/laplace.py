@@ -26,7 +26,7 @@ from torch.func import functional_call, jacrev, vmap
 
 from ..estimators.api import Size, examples_in, fresh_generator, inputs_and_targets, size_of
 from ..estimators.problem import LossFunction, outputs, without_traces
-from ..graph import tensors_in
+from ..graph import tensors_in, wide
 from .masks import alive
 from .over_batches import Batches, How, Progress, diagonal_over, on_device, reporter
 
@@ -217,7 +217,7 @@ def _refuse_other_scale(loss: float, outputs: Any, targets: Any) -> None:
 
 def _wide(value: Tensor) -> Tensor:
     """The same in float32, if its precision is less: products and sums of many leave the range of float16."""
-    return value.to(torch.promote_types(value.dtype, torch.float32))
+    return value.to(wide(value.dtype))
 
 
 @contextmanager

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from ..columns.dial import Rank
 from ..estimators import estimate_over
 from ..estimators.api import Size, inputs_and_targets, size_of
-from ..estimators.problem import LossFunction, Problem, chosen_parameters, wide, without_traces
+from ..estimators.problem import LossFunction, Problem, chosen_parameters, without_traces
+from ..graph import wide
 
 Batches = Iterable[tuple[Any, Any]]
 """Pairs of inputs and targets: a data loader, or a list of them."""
@@ -106,7 +107,7 @@ class _MeanGradient:
         self, model: nn.Module, loss_fn: LossFunction, chosen: Mapping[str, Tensor], size: Size | None
     ) -> None:
         self._model, self._loss_fn, self._chosen, self._size = model, loss_fn, chosen, size
-        self._totals = {name: torch.zeros_like(p, dtype=wide(p)) for name, p in chosen.items()}
+        self._totals = {name: torch.zeros_like(p, dtype=wide(p.dtype)) for name, p in chosen.items()}
         self._count = 0.0
 
     def passing(self, batches: Batches) -> Iterator[tuple[Any, Any]]:
@@ -168,7 +169,9 @@ def _fitting(given: Mapping[str, Tensor], chosen: Mapping[str, Tensor]) -> dict[
                 f"this diagonal has shape {tuple(given[name].shape)} for {name}, whose shape is {tuple(p.shape)}: it "
                 "belongs to another model"
             )
-    return finite({name: given[name].detach().to(p.device, wide(p)) for name, p in chosen.items()}, "the diagonal")
+    return finite(
+        {name: given[name].detach().to(p.device, wide(p.dtype)) for name, p in chosen.items()}, "the diagonal"
+    )
 
 
 def reporter(batches: Batches, progress: Progress) -> Callable[[int], None]:

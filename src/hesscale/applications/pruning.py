@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ..estimators.problem import LossFunction
+from ..graph import wide
 from .masks import Place, apply_masks, noting_calls, places, refuse_shared, refuse_uncalled
 from .masks import load_pruned as load_pruned
 from .over_batches import Batches, How, derivatives_over, diagonal_over
@@ -82,7 +83,7 @@ def saliencies(
     found = {}
     for name, place in chosen.items():
         w = place.weight
-        w = w.to(torch.promote_types(w.dtype, torch.float32))  # squares of small weights are zero in half precision
+        w = w.to(wide(w.dtype))  # squares of small weights are zero in half precision
         found[name] = diagonal[place.today] * w.square() / 2
         if gradient:
             found[name] -= gradient[place.today] * w

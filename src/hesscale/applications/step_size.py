@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..columns.dial import Rank, checked_rank
-from ..estimators.problem import LossFunction, wide
+from ..estimators.problem import LossFunction
+from ..graph import wide
 from ..optim import checks
 from ..optim.reading import ReadsCurvature
 from ..optim.shards import local
@@ -166,7 +167,7 @@ class TrustRegion(ReadsCurvature):
         if not named:
             raise ValueError("none of these parameters belongs to this optimizer: it was made for another model")
         for name, p in named.items():
-            h = found[name].to(wide(p))
+            h = found[name].to(wide(p.dtype))
             self._average(p, h, beta=0.0 if self.method is None else self.beta)
 
     def _update(self) -> None:
@@ -183,7 +184,7 @@ class TrustRegion(ReadsCurvature):
         if hasattr(self, "found_inf"):
             self._unscale([local(p.grad) for p in moving], [h for h in fresh if h is not None])
         if self.method == "squared_gradient" and self.curvature_due:
-            fresh = [local(p.grad).to(wide(p)).square() for p in moving]
+            fresh = [local(p.grad).to(wide(p.dtype)).square() for p in moving]
         bad = _non_finite(places, fresh)
         if bad and not hasattr(self, "found_inf"):
             raise RuntimeError(f"{bad}; nothing was changed")
@@ -216,7 +217,7 @@ class TrustRegion(ReadsCurvature):
             if h is not None:
                 self._average(p, h, beta=self.beta)
         moves = [
-            (self._averages[p].corrected, local(p).to(wide(p)) - old, p)
+            (self._averages[p].corrected, local(p).to(wide(p.dtype)) - old, p)
             for p, old in zip(moving, before, strict=True)
             if p in self._averages
         ]
@@ -224,7 +225,7 @@ class TrustRegion(ReadsCurvature):
         if self.factor < 1.0:
             for p, old in zip(moving, before, strict=True):
                 here = local(p)
-                here.copy_(old.to(wide(p)).lerp(here.to(wide(p)), self.factor))
+                here.copy_(old.to(wide(p.dtype)).lerp(here.to(wide(p.dtype)), self.factor))
 
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's, which can load it as well, with our averages under a key of their own."""

@@ -9,7 +9,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from ..graph import Edge, Graph, edge_of, nested_gradients, trace
+from ..graph import Edge, Graph, edge_of, graph_of, nested_gradients
 from ..rules.calculus import added
 from ..wiring import Wiring, behind, wire
 from .batch_layout import Examples, Layout
@@ -44,7 +44,7 @@ def sampled_gauss_newton(
     The mean over ``samples`` is taken, ``at_once`` of which memory has room for. ``output`` only makes sure that the
     loss was found where it begins.
     """
-    graph = trace(edge_of(loss)[0])
+    graph = graph_of(loss)
     wiring = wire(graph.rows)
     draws = Draws(loss, graph, wiring)
     edges = draws.edges
@@ -108,7 +108,7 @@ class Draws:
     """The likelihoods of a loss, to be drawn from; an error says what is in the way."""
 
     def __init__(self, loss: Tensor, graph: Graph | None = None, wiring: Wiring | None = None) -> None:
-        graph = trace(edge_of(loss)[0]) if graph is None else graph
+        graph = graph_of(loss) if graph is None else graph
         self.terms, stranger, *_ = likelihoods_of(graph, wire(graph.rows) if wiring is None else wiring)
         if stranger is not None or not self.terms:
             ending = "is linear, without" if stranger is None else f"ends in {stranger}, which is neither linear nor"

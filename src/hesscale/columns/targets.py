@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from ..graph import Edge, Graph, edge_of, nested_gradients, trace
+from ..graph import Edge, Graph, edge_of, graph_of, nested_gradients
 from ..rules import RULES
 from ..rules.calculus import View, widened
 from ..rules.families import Rebuilt
@@ -78,7 +78,7 @@ class Steps:
                 (outputs[nr], widened(v)) for nr, v in zip(self._outputs, gradients, strict=True) if v is not None
             ]
             root = torch.cat([y.reshape(-1) for y, _ in reached])
-        graph = trace(edge_of(root)[0])
+        graph = graph_of(root)
         leaves = [leaf for leaf in inputs if leaf is not None]
         seeds: dict[Edge, Layout] = dict.fromkeys([edge_of(y) for y, _ in reached], self._examples)
         wiring, vectors = wire(graph.rows), [v for _, v in reached]

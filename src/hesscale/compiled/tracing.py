@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.utils import _pytree as pytree
 
 from ..backward import NO_GRAPH, derivatives
-from ..graph import LEAF, edge_of, trace
+from ..graph import LEAF, graph_of
 from .backend import Guard, stand_ins, value_errors, without_mkldnn
 from .bound import Bound
 from .call import Call, refuse_views
@@ -210,7 +210,7 @@ def _refuse_sparse(grads: Sequence[Tensor | None]) -> None:
 
 def _refuse_strangers(loss: Tensor, leaves: Sequence[Tensor]) -> None:
     known = {id(leaf) for leaf in leaves}
-    for node in trace(edge_of(loss)[0]).nodes:
+    for node in graph_of(loss).nodes:
         variable: Any = getattr(node, "variable", None) if node.name() == LEAF else None
         if variable is not None and id(variable) not in known:
             raise ValueError(_STRANGER.format(shape=tuple(variable.shape)))

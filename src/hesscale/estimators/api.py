@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from ..columns.dial import Rank, checked_rank
+from ..graph import wide
 from .exact import ggn, hessian
 from .kfac import kfac
-from .problem import LossFunction, Problem, chosen_parameters, wide, without_traces
+from .problem import LossFunction, Problem, chosen_parameters, without_traces
 from .propagated import bl89, hesscale, hesscale_gn, squared_gradient
 from .sampled import ggn_mc, hutchinson
 
@@ -73,7 +74,7 @@ def estimate(
     with without_traces(model):
         found = ESTIMATORS[method](problem)
     return {
-        name: torch.zeros_like(p, dtype=wide(p)) if s is None else s.detach().to(wide(p))
+        name: torch.zeros_like(p, dtype=wide(p.dtype)) if s is None else s.detach().to(wide(p.dtype))
         for (name, p), s in zip(chosen.items(), found, strict=True)
     }
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ..columns.likelihoods import likelihoods_of
-from ..graph import Edge, Graph, Link, edge_of, trace
+from ..graph import Edge, Graph, Link, edge_of, graph_of
 from ..wiring import behind, wire
 
 
@@ -52,7 +52,7 @@ def predictions(loss: Tensor, outputs: Sequence[Output]) -> list[Edge]:
     - the value of a likelihood, such as log-softmax: to its predictions. If it is only a part of the output, the
       other parts stay.
     """
-    graph = trace(edge_of(loss)[0])
+    graph = graph_of(loss)
     ends = {graph.link(edge) for _, edge in outputs if edge[0] in graph.places}
     if any(edge[0] not in graph.places and edge_of(y) != edge for y, edge in outputs):
         raise ValueError("loss_fn changes a view among the model's outputs in place: let it work on a clone")

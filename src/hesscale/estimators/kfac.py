@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ..columns.sampled import Draws
-from ..graph import edge_of, trace
+from ..graph import edge_of, graph_of
 from .batched_vjp import chunks, pulled_back
 from .problem import Problem
 
@@ -84,7 +84,7 @@ def _refuse_odd_calls(owners: Mapping[str, nn.Module], calls: Calls) -> None:
 
 
 def _refuse_shared(problem: Problem, loss: Tensor) -> None:
-    graph = trace(edge_of(loss)[0])
+    graph = graph_of(loss)
     readers = Counter(link[0] for row in graph.rows for link in row[2] if link is not None)
     counts = {name: readers[graph.places.get(edge_of(p)[0], -1)] for name, p in problem.params.items()}
     shared = [f"{name} (read {count} times)" for name, count in counts.items() if count > 1]

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from ..columns.dial import Rank
-from ..graph import LOW_PRECISION
 
 LossFunction = Callable[[Any, Any], Tensor]
 """From a model's outputs and the targets to a scalar."""
@@ -83,11 +82,6 @@ def chosen_parameters(model: nn.Module, names: Sequence[str] | None) -> dict[str
     if frozen:
         raise ValueError(f"these parameters do not require grad: {', '.join(frozen)}")
     return {name: known[name] for name in names}
-
-
-def wide(p: Tensor) -> torch.dtype:
-    """Of p's diagonal: float32 for half precision, in which means over many batches stand still."""
-    return torch.float32 if p.dtype in LOW_PRECISION else p.dtype
 
 
 @contextmanager

@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from ..backward import diagonal
+from ..graph import wide
 from .cut import noted, predictions
-from .problem import Problem, wide
+from .problem import Problem
 
 
 def hesscale(problem: Problem) -> Sequence[Tensor | None]:
@@ -46,4 +47,4 @@ def bl89(problem: Problem) -> Sequence[Tensor | None]:
 def squared_gradient(problem: Problem) -> Sequence[Tensor | None]:
     """(∂L/∂p)² of the batch's loss, what Adam keeps an average of."""
     grads = torch.autograd.grad(problem.loss(problem.outputs()), problem.tensors, allow_unused=True)
-    return [None if grad is None else grad.to(wide(grad)).square() for grad in grads]
+    return [None if grad is None else grad.to(wide(grad.dtype)).square() for grad in grads]

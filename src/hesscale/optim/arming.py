@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, final
 import torch
 from torch import Tensor
 
-from ..graph import LEAF, edge_of, running_backward, torch_backward, trace
+from ..graph import LEAF, graph_of, running_backward, torch_backward
 from .shards import is_sharded
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def _concerned(roots: Sequence[Any], inputs: Any) -> Armed | None:
 
 
 def _leaves(roots: Sequence[Tensor]) -> set[int]:
-    nodes = [node for y in roots for node in trace(edge_of(y)[0]).nodes]
+    nodes = [node for y in roots for node in graph_of(y).nodes]
     return {id(node.variable) for node in nodes if node.name() == LEAF}  # type: ignore[attr-defined]
 
 

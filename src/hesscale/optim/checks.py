@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..graph import LOW_PRECISION
+from ..graph import wide
 from .sources import Source
 from .updates import SCALES, Place, Slot, is_zero
 
@@ -89,12 +89,11 @@ def fresh_curvature(p: Tensor, g: Tensor, place: Place, *, is_due: bool, source:
         raise RuntimeError(f"{name_of(place)} has a sparse gradient: curvature is dense (nn.Embedding: sparse=False)")
     if not is_due:
         return None
-    wide = torch.float32 if p.dtype in LOW_PRECISION else p.dtype
     curvature: Tensor | None = getattr(p, "curvature", None)
     if curvature is None:
         if g.any():
             raise RuntimeError(_NO_CURVATURE.format(name=name_of(place)))
-        return torch.zeros_like(p, dtype=wide, requires_grad=False)
+        return torch.zeros_like(p, dtype=wide(p.dtype), requires_grad=False)
     if curvature.shape != p.shape:
         raise RuntimeError(
             f"the curvature of {name_of(place)} has shape {tuple(curvature.shape)}, the parameter {tuple(p.shape)}"
@@ -102,7 +101,7 @@ def fresh_curvature(p: Tensor, g: Tensor, place: Place, *, is_due: bool, source:
     written = getattr(curvature, "method", None)  # leaves.add notes it; what a user writes has none
     if source is not None and written not in (None, source.name):
         raise RuntimeError(_OTHER_METHOD.format(name=name_of(place), written=written, expected=source.name))
-    return curvature if curvature.dtype == wide else curvature.to(wide)
+    return curvature.to(wide(p.dtype))
 
 
 def non_finite(seen: Iterable[tuple[Slot, tuple[float, float]]]) -> str | None:

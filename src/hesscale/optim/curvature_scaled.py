@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ..columns.dial import Rank
-from ..graph import LOW_PRECISION
+from ..graph import LOW_PRECISION, wide
 from . import checkpoints, checks, leaps
 from .reading import ReadsCurvature
 from .shards import PLAIN, local
@@ -226,11 +226,10 @@ def _move_within(radius: float, pairs: Sequence[tuple[Slot, Tensor]]) -> None:
 
 
 def _begin(state: dict[str, Any], p: Tensor, *, capturable: bool) -> None:
-    wide = torch.float32 if p.dtype in LOW_PRECISION else p.dtype
     state["step"] = torch.zeros((), dtype=torch.float32, device=p.device if capturable else "cpu")
     state["refreshes"] = 0
     for name in ("exp_avg", "exp_curvature"):
-        state[name] = torch.zeros_like(p, dtype=wide, memory_format=torch.preserve_format, requires_grad=False)
+        state[name] = torch.zeros_like(p, dtype=wide(p.dtype), requires_grad=False)
 
 
 def _is_due(group: Mapping[str, Any]) -> bool:

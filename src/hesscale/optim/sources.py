@@ -21,6 +21,7 @@ from ..backward import backward as curvature_backward
 from ..columns.dial import Rank, checked_rank
 from ..columns.hutchinson import hutchinson
 from ..columns.sampled import sampled_gauss_newton
+from ..graph import wide
 
 RANKED = ("hesscale", "hesscale_gn")
 
@@ -162,5 +163,5 @@ def _write(params: Sequence[Tensor], curvatures: Sequence[Tensor | None], method
     run()
     taken: set[int] = set()
     for (p, s), to_old in zip(reached, continued, strict=True):
-        s = s.detach().to(torch.promote_types(s.dtype, torch.float32))
+        s = s.detach().to(wide(s.dtype))
         leaves.add(p, leaves.owned(s, p, taken), to_old=to_old, method=method)

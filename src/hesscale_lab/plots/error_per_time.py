@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -11,6 +10,7 @@ from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
 from ..studies.approximation_quality import REFERENCE
 from ..studies.error_per_time import cells_of
+from ..studies.reading import by
 from .drawn import Config, Drawn, Records, tidy, verbatim
 
 _STYLES = {
@@ -54,9 +54,7 @@ def figures(config: Config, records: Records) -> Iterator[Drawn]:
 
 
 def _draw_cell(axes: Axes, records: Records) -> None:
-    by_method: dict[str, list[Mapping[str, Any]]] = {}
-    for record in records:
-        by_method.setdefault(record["method"], []).append(record)
+    by_method = by(records, "method")
     unit = by_method[REFERENCE][0]
     axes.axvline(1000 * unit["seconds"], color="#cccccc", linewidth=1)
     for method, (color, style) in _STYLES.items():

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ..studies.reading import Record
 from ..wording import counted, power
 from .estimate import estimate, percent
-from .table import Table
+from .table import Table, csv_text
 
 
 def continual_tables(config: Mapping[str, Any], records: Sequence[Record]) -> Iterator[Table]:
@@ -39,9 +37,5 @@ def continual_tables(config: Mapping[str, Any], records: Sequence[Record]) -> It
 def as_csv(records: Sequence[Record]) -> str:
     """Every record, of the search as well, a row each."""
     keys = ("benchmark", "method", "role", "strength", "seed", "accuracy", "forgetting")
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(keys)
-    for record in records:
-        writer.writerow([f"{value:.4g}" if isinstance(value := record[key], float) else value for key in keys])
-    return text.getvalue()
+    rows = ([f"{value:.4g}" if isinstance(value := one[key], float) else value for key in keys] for one in records)
+    return csv_text(keys, rows)

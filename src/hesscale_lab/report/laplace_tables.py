@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import mean, stdev
 from typing import Any
@@ -11,7 +9,7 @@ from typing import Any
 from ..studies.laplace import by_posterior
 from ..studies.reading import Record
 from ..wording import counted
-from .table import Table
+from .table import Table, csv_text
 
 _COLUMNS = {"accuracy": "accuracy %", "nll": "NLL", "ece": "ECE %", "turned": "turned %", "noise": "noise %"}
 _NOTE = (
@@ -42,14 +40,13 @@ def _cell(own: Sequence[Record], name: str) -> str:
 
 def laplace_csv(records: Sequence[Record]) -> str:
     """One row per posterior and way to predict: means and standard deviations over seeds."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
     names = (*_COLUMNS, "clamped")
-    writer.writerow(["diagonal", "prior", "prediction", "seeds", *(f"{n}{e}" for n in names for e in ("", "_sd"))])
+    header = ["diagonal", "prior", "prediction", "seeds", *(f"{n}{e}" for n in names for e in ("", "_sd"))]
+    rows = []
     for key, own in by_posterior(records).items():
         numbers: list[str] = []
         for name in names:
             values = [record[name] for record in own]
             numbers += (f"{mean(values):.4f}", f"{stdev(values) if len(values) > 1 else 0.0:.4f}")
-        writer.writerow([*key, len(own), *numbers])
-    return text.getvalue()
+        rows.append([*key, len(own), *numbers])
+    return csv_text(header, rows)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ..studies.reading import Record
+from ..studies.reading import Record, by
 from ..studies.reinforcement import Outcome, outcome
-from .table import Table
+from .table import Table, csv_text
 
 Outcomes = Mapping[float, Outcome]
 """By step size."""
@@ -17,13 +15,12 @@ Outcomes = Mapping[float, Outcome]
 
 def by_problem(records: Sequence[Record]) -> dict[tuple[str, str], dict[str, Outcomes]]:
     """Outcomes by environment and algorithm, then by optimizer, then by step size."""
-    cells: dict[tuple[str, str], dict[str, dict[float, list[Record]]]] = {}
-    for record in records:
-        problem = cells.setdefault((record["environment"], record["algorithm"]), {})
-        problem.setdefault(record["optimizer"], {}).setdefault(record["lr"], []).append(record)
     return {
-        problem: {name: {lr: outcome(own[lr]) for lr in sorted(own)} for name, own in optimizers.items()}
-        for problem, optimizers in cells.items()
+        problem: {
+            name: {lr: outcome(cell) for lr, cell in sorted(by(own, "lr").items())}
+            for name, own in by(some, "optimizer").items()
+        }
+        for problem, some in by(records, "environment", "algorithm").items()
     }
 
 
@@ -71,15 +68,12 @@ def _cell(found: Outcome | None) -> str:
 
 def reinforcement_csv(records: Sequence[Record]) -> str:
     """One row per environment, algorithm, optimizer and step size."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(
-        ["environment", "algorithm", "optimizer", "lr", "runs", "return", "error", "gain", "collapsed", "not_finite"]
-    )
+    header = "environment", "algorithm", "optimizer", "lr", "runs", "return", "error", "gain", "collapsed", "not_finite"
+    rows = []
     for problem, optimizers in by_problem(records).items():
         for name, own in optimizers.items():
             for lr, found in own.items():
                 numbers = (f"{found.mean:.1f}", f"{found.error:.1f}", f"{found.gain:.3f}")
                 shares = (f"{found.collapsed:.2f}", f"{found.broken:.2f}")
-                writer.writerow([*problem, name, lr, found.runs, *numbers, *shares])
-    return text.getvalue()
+                rows.append([*problem, name, lr, found.runs, *numbers, *shares])
+    return csv_text(header, rows)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ..studies.reading import Record
+from ..studies.reading import Record, by
 from ..studies.stability import STEPS, share
 from ..wording import counted
-from .table import Table
+from .table import Table, csv_text
 
 
 def stability_tables(config: Mapping[str, Any], records: Sequence[Record]) -> Iterator[Table]:
@@ -20,7 +18,7 @@ def stability_tables(config: Mapping[str, Any], records: Sequence[Record]) -> It
     rates = sorted({record["lr"] for record in records})
     networks = counted(len({record["network"] for record in records}), "network")
     rows = []
-    for name, own in _by_optimizer(records).items():
+    for name, own in by(records, "optimizer").items():
         all_of_it = share(own)
         cells = [[record for record in own if record["lr"] == lr] for lr in rates]
         worse = (share(cell).worse if cell else None for cell in cells)
@@ -36,23 +34,11 @@ def stability_tables(config: Mapping[str, Any], records: Sequence[Record]) -> It
 def as_csv(records: Sequence[Record]) -> str:
     """Shares by optimizer, step size, batch size and data, one row each."""
     keys = ("optimizer", "lr", "batch", "data")
-    cells: dict[tuple[Any, ...], list[Record]] = {}
-    for record in records:
-        cells.setdefault(tuple(record[key] for key in keys), []).append(record)
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([*keys, "runs", "worse", "not_finite", "spiked"])
-    for cell, own in cells.items():
+    rows = []
+    for cell, own in by(records, *keys).items():
         found = share(own)
-        writer.writerow([*cell, found.runs, *(f"{value:.4f}" for value in (found.worse, found.broken, found.spiked))])
-    return text.getvalue()
-
-
-def _by_optimizer(records: Sequence[Record]) -> dict[str, list[Record]]:
-    found: dict[str, list[Record]] = {}
-    for record in records:
-        found.setdefault(record["optimizer"], []).append(record)
-    return found
+        rows.append([*cell, found.runs, *(f"{value:.4f}" for value in (found.worse, found.broken, found.spiked))])
+    return csv_text([*keys, "runs", "worse", "not_finite", "spiked"], rows)
 
 
 def _percent(value: float | None) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 
 from ..tasks.cost_networks import Cell
 from .optimizer_steps import HARDEST, UNIT, Method, Step, known_warnings
-from .reading import Checks, Record, is_size
+from .reading import Checks, Record, by, is_size
 from .rounds import Rounds, Times, Watch, interleaved
 
 WAYS = ("", "_without_forward")
@@ -161,10 +161,7 @@ def headline(records: Iterable[Record]) -> list[Mean]:
 
 def by_optimizer(records: Iterable[Record]) -> dict[str, list[Record]]:
     """Records in the order of the table, under the name of their optimizer."""
-    grouped: dict[str, list[Record]] = {}
-    for record in records:
-        grouped.setdefault(record["optimizer"], []).append(record)
-    return grouped
+    return by(records, "optimizer")
 
 
 @dataclass(frozen=True)

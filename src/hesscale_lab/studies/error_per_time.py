@@ -21,7 +21,7 @@ import hesscale
 from ..tasks.networks import BATCH, Data, Network, Size, seeded, train
 from . import stacked_mlp as stacked
 from .approximation_quality import RANKS, REFERENCE, STAGES
-from .reading import Record, is_size
+from .reading import Record, by, is_size
 
 SAMPLED: Mapping[str, str] = {"AdaHessian-MC": "hutchinson", "GGN-MC": "ggn_mc"}
 SINGLE: Mapping[str, tuple[str, Mapping[str, Any]]] = {
@@ -55,10 +55,7 @@ def is_record(record: Record) -> bool:
 
 def cells_of(records: Iterable[Record]) -> dict[tuple[str, int], list[Record]]:
     """The timed records by stage and batch size, where HesScale, the unit of all others, is among them."""
-    cells: dict[tuple[str, int], list[Record]] = {}
-    for record in records:
-        if record["kind"] == "time":
-            cells.setdefault((record["stage"], record["batch"]), []).append(record)
+    cells = by((record for record in records if record["kind"] == "time"), "stage", "batch")
     return {key: cell for key, cell in cells.items() if any(record["method"] == REFERENCE for record in cell)}
 
 

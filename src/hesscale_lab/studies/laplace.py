@@ -27,7 +27,7 @@ from ..batches import generator_for
 from ..tasks.networks import mlp
 from ..tasks.table import TASKS
 from .diagonals import DIAGONALS, Batches, Find
-from .reading import Record, is_size
+from .reading import Record, by, is_size
 
 TRAINED, EPOCHS, CURVATURE, HELD_OUT, TESTED, SAMPLES = 20_000, 20, 1000, 200, 500, 30
 TRIED = GRID[::2]
@@ -249,7 +249,4 @@ def is_record(record: Record) -> bool:
 
 def by_posterior(records: Sequence[Record]) -> dict[Key, list[Record]]:
     """The records of all seeds, by diagonal, prior and way to predict."""
-    found: dict[Key, list[Record]] = {}
-    for record in records:
-        found.setdefault((record["diagonal"], record["prior"], record["prediction"]), []).append(record)
-    return found
+    return by(records, "diagonal", "prior", "prediction")

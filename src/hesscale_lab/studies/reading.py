@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,15 @@ def _parsed(line: bytes, checks: Checks) -> Record | None:
         return record if checks[record["kind"]](record) else None
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
+
+
+def by(records: Iterable[Record], *keys: str) -> dict[Any, list[Record]]:
+    """The records under their value of a key, or of several as a tuple, in the order in which these come up."""
+    found: dict[Any, list[Record]] = {}
+    for record in records:
+        values = tuple(record[key] for key in keys)
+        found.setdefault(values if len(keys) > 1 else values[0], []).append(record)
+    return found
 
 
 def is_size(value: object) -> bool:
