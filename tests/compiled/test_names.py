@@ -8,7 +8,7 @@ import functools
 import pickle
 import types
 import weakref
-from collections import UserDict
+from collections import ChainMap, UserDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -103,6 +103,31 @@ def replaced(held: Any, other: Any, read: Callable[[Any], Any]) -> Change:
     yield square, model
     model.held = other
     yield square, model
+
+
+def changed_inside(make: Callable[[dict[str, Any]], Any], read: Callable[[Any], Any]) -> Change:
+    inner = {"a": 1.0}
+    model = Holding(make(inner), read)
+    yield square, model
+    inner["a"] = 3.0
+    yield square, model
+
+
+class Listed:
+    """Nearly as many entries as there is room for in a call."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.files, self.config = [*map(str, range(4090))], config
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+
+INSIDE: dict[str, tuple[Callable[[dict[str, Any]], Any], Callable[[Any], Any]]] = {
+    "chain of dicts": (lambda inner: ChainMap({}, inner), lambda held: held["a"]),
+    "view of a dict": (types.MappingProxyType, lambda held: held["a"]),
+    "small dict beside a long list": (Listed, lambda held: held.config["a"]),
+}
 
 
 def unregistered_teacher() -> Change:
@@ -239,6 +264,7 @@ CHANGES: dict[str, Callable[[], Change]] = {
     "slots": slots,
     "classes and functions": attributes_of_classes_and_functions,
     **{name: functools.partial(replaced, *row) for name, row in HELD.items()},
+    **{name: functools.partial(changed_inside, *row) for name, row in INSIDE.items()},
 }
 
 
@@ -382,3 +408,13 @@ def test_what_is_looked_at_is_not_kept_alive() -> None:
     model.held = Config(3.0)
     step(vectors(6)[0])
     assert old() is None
+
+
+def test_the_log_names_what_grew(caplog: pytest.LogCaptureFixture) -> None:
+    model = Holding([1.0], lambda held: sum(held))
+    step = hesscale.compile(square, model, backend="eager")
+    step(vectors(6)[0])
+    model.held.append(2.0)
+    with caplog.at_level("INFO", "hesscale.compile"):
+        step(vectors(6)[0])
+    assert "held" in caplog.text

@@ -9,12 +9,20 @@ is followed in turn. What no code names is not looked at: a trainer may count it
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict, UserDict, UserList, deque
+from collections import ChainMap, OrderedDict, UserDict, UserList, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from functools import cached_property, partial
 from numbers import Number
-from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, MethodType, ModuleType, NoneType
+from types import (
+    BuiltinFunctionType,
+    FunctionType,
+    MappingProxyType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+    NoneType,
+)
 from typing import Any, Final, final
 
 import torch
@@ -29,9 +37,10 @@ _PLAIN: Final = frozenset((bool, int, float, str, NoneType, torch.dtype, torch.d
 _KINDS: Final = (Number, str, bytes, Enum, range, torch.layout, torch.memory_format, torch.Generator)
 _HELD: Final = frozenset(("_modules", "_parameters", "_buffers"))
 _HOOKS: Final = frozenset(("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"))
-_UNSEEN: Final = frozenset((dict, OrderedDict, list, set))  # may change inside
+_UNSEEN: Final = frozenset((dict, OrderedDict, list, set, MappingProxyType))  # may change inside
 _WHOLE: Final = (tuple, FunctionType, MethodType, partial)  # in a module, named or not
-_ROOM: Final = 4096  # entries of containers that are looked at in one call
+_ROOM: Final = 4096  # entries of large containers that are looked at in one call
+_SMALL: Final = 64  # entries of containers that always are
 _DEEP: Final = 32  # steps from a function or an object to the next
 
 
@@ -254,10 +263,12 @@ class Facts:
     def _entries(self, key: Any, value: Any) -> None:
         if isinstance(value, (UserDict, UserList)):
             value = value.data
-        if len(value) > self._room:
+        elif isinstance(value, ChainMap):
+            value = value.maps
+        if len(value) > max(self._room, _SMALL):
             self._found.append((key, Same(value), len(value)))
             return
-        self._room -= len(value)
+        self._room -= len(value) if len(value) > _SMALL else 0  # so that no list hides a config behind it
         if isinstance(value, (set, frozenset)):
             self._found.append((key, type(value), frozenset(key_of(one) or Same(one) for one in value)))
             return
@@ -269,7 +280,7 @@ class Facts:
         nn.Module: _foreign,
         FunctionType: _function,
         MethodType: _method,
-        (dict, list, tuple, set, frozenset, deque, UserDict, UserList): _container,
+        (dict, list, tuple, set, frozenset, deque, UserDict, UserList, ChainMap, MappingProxyType): _container,
         partial: _partial,
         type: _class,
         ModuleType: _namespace,

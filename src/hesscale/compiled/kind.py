@@ -39,11 +39,14 @@ class Kind(NamedTuple):
         """In words, what is new compared with another kind."""
         changes = []
         for name, ours, theirs in zip(self._fields, self, other, strict=True):
-            if ours != theirs and isinstance(ours, tuple) and isinstance(theirs, tuple) and len(ours) == len(theirs):
-                old, new = next((old, new) for new, old in zip(ours, theirs, strict=True) if new != old)
+            if ours == theirs:
+                continue
+            pairs = zip(theirs, ours, strict=False) if isinstance(ours, tuple) and isinstance(theirs, tuple) else ()
+            old, new = next(((old, new) for old, new in pairs if new != old), (None, None))
+            if old is not None and new is not None:
                 is_fact = name in ("modules", "surroundings") and old[0] == new[0]
                 changes.append(f"{old[0]}: {old[1]} became {new[1]}" if is_fact else f"{name}: {old} became {new}")
-            elif ours != theirs:
+            else:
                 changes.append(f"{name} changed")
         return "; ".join(changes)
 

@@ -5,7 +5,7 @@ What it leaves would be tensors without values, and counts that the compiled cal
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -39,8 +39,7 @@ def left_as_it_was(facts: Facts) -> Iterator[None]:
     finally:
         for held, contents in before.values():
             if [*map(id, _all_in(held))] != [*map(id, _all_in(contents))]:
-                held.clear()
-                held.extend(contents) if isinstance(held, (list, deque)) else held.update(contents)
+                _refill(held, contents)
         for read, write, value in variables:
             if read() is not value:
                 write(value)
@@ -78,11 +77,22 @@ def _note(held: Any, before: dict[int, tuple[Any, Any]], depth: int) -> None:
     if id(held) in before or not depth or isinstance(held, _CLOSED):
         return
     if isinstance(held, (dict, list, set, deque)):
-        before[id(held)] = held, held.copy()
+        before[id(held)] = held, _kind(held)(held)
         for value in _all_in(held):
             _note(value, before, depth - 1)
     elif hasattr(held, "__dict__") and not is_library(type(held).__module__):
         _note(vars(held), before, depth - 1)
+
+
+def _kind(held: Any) -> Any:
+    """The container that its class is made of: it may have a constructor and an ``update`` of its own."""
+    return next(kind for kind in (OrderedDict, dict, list, set, deque) if isinstance(held, kind))
+
+
+def _refill(held: Any, contents: Any) -> None:
+    kind = _kind(held)
+    kind.clear(held)
+    (kind.extend if kind in (list, deque) else kind.update)(held, contents)
 
 
 def _all_in(held: Any) -> list[Any]:

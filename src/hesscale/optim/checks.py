@@ -101,7 +101,7 @@ def fresh_curvature(p: Tensor, g: Tensor, place: Place, *, is_due: bool, source:
     written = getattr(curvature, "method", None)  # leaves.add notes it; what a user writes has none
     if source is not None and written not in (None, source.name):
         raise RuntimeError(_OTHER_METHOD.format(name=name_of(place), written=written, expected=source.name))
-    return curvature.to(wide(p.dtype))
+    return curvature if curvature.dtype is p.dtype else curvature.to(wide(p.dtype))
 
 
 def non_finite(seen: Iterable[tuple[Slot, tuple[float, float]]]) -> str | None:
