@@ -38,11 +38,11 @@ CHANGES: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
     "frozen": (lambda model: (model[0].requires_grad_(False), vectors(6))[1], "parameters: "),  # type: ignore[operator]
     "a parameter more": (
         lambda model: (model.register_parameter("more", nn.Parameter(torch.ones(1))), vectors(6))[1],
-        "parameters changed",
+        "parameters: .* became .'more'",
     ),
     "a layer": (
         lambda model: (model.__setitem__(1, nn.Sequential(nn.Tanh(), nn.Tanh())), vectors(6))[1],  # type: ignore[operator]
-        "modules changed",
+        "forward: .*Tanh.forward .*became .*Sequential.forward",
     ),
 }
 

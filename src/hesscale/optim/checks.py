@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..graph import wide
+from ..graph import LOW_PRECISION, wide
 from .sources import Source
 from .updates import SCALES, Place, Slot, is_zero
 
@@ -101,7 +101,8 @@ def fresh_curvature(p: Tensor, g: Tensor, place: Place, *, is_due: bool, source:
     written = getattr(curvature, "method", None)  # leaves.add notes it; what a user writes has none
     if source is not None and written not in (None, source.name):
         raise RuntimeError(_OTHER_METHOD.format(name=name_of(place), written=written, expected=source.name))
-    return curvature if curvature.dtype is p.dtype else curvature.to(wide(p.dtype))
+    is_wide = curvature.dtype is p.dtype and p.dtype not in LOW_PRECISION
+    return curvature if is_wide else curvature.to(wide(p.dtype))
 
 
 def non_finite(seen: Iterable[tuple[Slot, tuple[float, float]]]) -> str | None:
