@@ -17,7 +17,7 @@ from .optimizers import optimizer_named
 from .options import Options
 from .plugins import Plugin
 from .runs import Run
-from .training import Settings
+from .settings import Settings
 from .workers import Progress, Standing, settings_of
 from .workers import run_all as run_all  # where a user of this file looks for it
 

@@ -1,4 +1,4 @@
-"""One training, read top to bottom: settings, the loop, what is measured and kept. A run can be killed at any time."""
+"""One training, read top to bottom: the loop, what is measured and kept. A run can be killed at any time."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from shlex import quote
 from typing import Any
 
 import torch
@@ -22,10 +21,10 @@ from .compact import find_run
 from .histories import is_finished
 from .locks import alone
 from .optimizers import backward, kernels_for, leaps_expected, make_optimizer, require_fitting, warm_up
-from .options import Options, flags, label, words
 from .plugins import Plugin, load_plugin, named_in_errors
 from .processes import Team
 from .runs import DamagedRunError, Run, differences, open_run, replace_records, require_same
+from .settings import Settings
 from .tasks.archives import DataError
 from .tasks.classifiers import seed_dropout
 from .tasks.table import task_named
@@ -34,76 +33,6 @@ from .tasks.task import Task
 Watch = Callable[[Mapping[str, Any]], None]
 _BETWEEN_WATCHES = 0.25  # seconds
 _FOLLOWS = ("command",)  # from the other settings, however it is written
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Everything a result depends on."""
-
-    task: str
-    optimizer: str
-    lr: float
-    beta1: float
-    beta2: float
-    seed: int
-    epochs: int
-    subset: int | None = None  # of the training examples
-    fields: tuple[tuple[str, Any], ...] = ()  # of the task, with values other than the table's
-    processes: int = 1  # that share each batch
-    options: Options = ()  # of the optimizer, where they are not what is usual
-    plugin: Plugin | None = None  # where task or optimizer come from
-    text: str | None = None  # the digest of what it learns from, of a task that learns from a file of the user's
-
-    @property
-    def label(self) -> str:
-        """The optimizer with its options."""
-        return label(self.optimizer, self.options)
-
-    def as_config(self) -> dict[str, Any]:
-        """The settings as config.json holds them, with the command that repeats the run."""
-        config = {"kind": "train", "command": self._command(), **asdict(self), "fields": dict(sorted(self.fields))}
-        config["options"] = dict(self.options)
-        for name in ("options", "plugin", "text"):  # without them a config is as it was before there were any
-            if not config[name]:
-                del config[name]
-        return config
-
-    def _command(self) -> str:
-        options = {
-            "optimizer": self.optimizer,
-            "lr": self.lr,
-            "beta1": self.beta1,
-            "beta2": self.beta2,
-            "seed": self.seed,
-            "epochs": self.epochs,
-            "subset": self.subset,
-        }
-        said = [f"--{name} {quote(str(value))}" for name, value in options.items() if value is not None]
-        said += flags(self.options)
-        said += [f"--plugin {quote(self.plugin.name)}"] if self.plugin else []
-        said += [f"--field {quote(f'{name}={value}')}" for name, value in sorted(self.fields)]
-        together = f"torchrun --nproc-per-node {self.processes} -m hesscale_lab.cli"
-        return " ".join(["hesscale" if self.processes == 1 else together, "train", self.task, *said])
-
-
-def folder_of(settings: Settings, root: Path) -> Path:
-    """Where a run of these settings belongs, such as root/mnist-mlp/Adam/lr1e-04-b0-b0.9999-e20/seed0."""
-    parts = [
-        f"lr{_number(settings.lr, '.0e')}",
-        f"b{_number(settings.beta1, 'g')}",
-        f"b{_number(settings.beta2, 'g')}",
-        f"e{settings.epochs}",
-        *([] if settings.subset is None else [f"n{settings.subset}"]),
-        *([] if settings.processes == 1 else [f"p{settings.processes}"]),
-        *words(settings.options),
-        *(f"{name}={value}".replace("/", "_") for name, value in sorted(settings.fields)),
-    ]
-    return root / settings.task / settings.optimizer / "-".join(parts) / f"seed{settings.seed}"
-
-
-def _number(value: float, short: str) -> str:
-    text = format(value, short)
-    return text if float(text) == value else repr(float(value))
 
 
 def train(

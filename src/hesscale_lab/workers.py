@@ -22,7 +22,7 @@ from .memory import keep_freed_memory
 from .plugins import Plugin, PluginFailure
 from .runs import FORMERLY
 from .runs import threads as with_threads
-from .training import Settings, folder_of
+from .settings import Settings, folder_of
 from .training import train as train_one
 
 RETRIES = 3

@@ -302,49 +302,6 @@ def test_what_no_code_names_may_change_in_every_step() -> None:
     assert trainer.step.compilations == 2  # with curvature and without
 
 
-class Meter:
-    count = 0
-
-    def __init__(self) -> None:
-        self.total, self.last, self.seen = 0.0, None, []  # type: ignore[var-annotated]
-
-    def update(self, loss: Tensor) -> None:
-        self.total, self.last = self.total + loss.item(), loss.detach()
-        self.seen.append(loss)
-        type(self).count += 1
-        Meter.count += 1
-
-
-@dataclass(slots=True)
-class SlottedMeter:
-    last: Any = None
-
-
-CALLS = 0
-
-
-def test_nothing_of_a_trace_stays_around_the_loss() -> None:
-    meter, slotted, total, losses = Meter(), SlottedMeter(), 0.0, []
-
-    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
-        global CALLS
-        nonlocal total
-        loss = square(model, x)
-        meter.update(loss)
-        slotted.last = loss
-        CALLS += 1
-        total += loss.item()
-        losses.append(loss)
-        return loss
-
-    step = hesscale.compile(loss_fn, small(), backend="eager")
-    for _ in range(3):
-        step(vectors(6)[0])
-    assert step.compilations == 1
-    assert (meter.total, meter.last, meter.seen, Meter.count) == (0.0, None, [], 0)
-    assert (slotted.last, CALLS, total, losses) == (None, 0, 0.0, [])
-
-
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_copy_has_its_own_tensors_and_its_own_optimizer(backend: str) -> None:
     ours, x = Trainer(), vectors(6)[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -39,3 +40,46 @@ def test_an_output_of_its_own_class_may_be_kept_by_the_model() -> None:
     step = hesscale.compile(square, model, backend="eager")
     assert step(x) == square(model, x).detach()
     assert type(model.last) is Output and kept is not None
+
+
+class Meter:
+    count = 0
+
+    def __init__(self) -> None:
+        self.total, self.last, self.seen = 0.0, None, []  # type: ignore[var-annotated]
+
+    def update(self, loss: Tensor) -> None:
+        self.total, self.last = self.total + loss.item(), loss.detach()
+        self.seen.append(loss)
+        type(self).count += 1
+        Meter.count += 1
+
+
+@dataclass(slots=True)
+class SlottedMeter:
+    last: Any = None
+
+
+CALLS = 0
+
+
+def test_nothing_of_a_trace_stays_around_the_loss() -> None:
+    meter, slotted, total, losses = Meter(), SlottedMeter(), 0.0, []
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        global CALLS
+        nonlocal total
+        loss = square(model, x)
+        meter.update(loss)
+        slotted.last = loss
+        CALLS += 1
+        total += loss.item()
+        losses.append(loss)
+        return loss
+
+    step = hesscale.compile(loss_fn, small(), backend="eager")
+    for _ in range(3):
+        step(vectors(6)[0])
+    assert step.compilations == 1
+    assert (meter.total, meter.last, meter.seen, Meter.count) == (0.0, None, [], 0)
+    assert (slotted.last, CALLS, total, losses) == (None, 0, 0.0, [])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hesscale_lab.histories import METRICS
 from hesscale_lab.runs import Run, open_run
-from hesscale_lab.training import Settings, folder_of
+from hesscale_lab.settings import Settings, folder_of
 
 ADAM = Settings("digits", "Adam", lr=1e-3, beta1=0.0, beta2=0.999, seed=0, epochs=3)
 

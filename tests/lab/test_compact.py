@@ -20,7 +20,8 @@ from hesscale_lab.compact import INDEX, TABLE, StoredRun, compact, find_run
 from hesscale_lab.report.collect import collect
 from hesscale_lab.report.write import write
 from hesscale_lab.runs import DamagedRunError, OtherRunError, Run
-from hesscale_lab.training import Settings, folder_of, train, trained_model
+from hesscale_lab.settings import Settings, folder_of
+from hesscale_lab.training import train, trained_model
 from hesscale_lab.workers import Standing, run_all
 
 from .made_up_runs import ADAM, make_run, make_seeds

@@ -16,8 +16,9 @@ from hesscale_lab.cli.train import train
 from hesscale_lab.optimizers import OPTIMIZERS
 from hesscale_lab.plugins import PluginError, read_plugin
 from hesscale_lab.runs import Run
+from hesscale_lab.settings import Settings
 from hesscale_lab.tasks.table import TASKS
-from hesscale_lab.training import Settings, trained_model
+from hesscale_lab.training import trained_model
 from hesscale_lab.workers import run_all, settings_of
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "experiments.md"

@@ -18,8 +18,8 @@ from hesscale_lab import workers
 from hesscale_lab.cli.sweep import sweep as sweep_command
 from hesscale_lab.histories import State, read_history
 from hesscale_lab.options import combinations
+from hesscale_lab.settings import Settings, folder_of
 from hesscale_lab.sweeps import area, choose, grid, repeats, run_all, settings_of, sweep
-from hesscale_lab.training import Settings, folder_of
 from hesscale_lab.workers import Progress, Standing, WorkersError, cluster, standing_of
 
 from .made_up_runs import ADAM, cut_off, make_run, make_seeds

@@ -27,7 +27,8 @@ from hesscale_lab.locks import InUseError, alone
 from hesscale_lab.plugins import Plugin
 from hesscale_lab.processes import Team
 from hesscale_lab.runs import DamagedRunError, OtherRunError, Run
-from hesscale_lab.training import Settings, folder_of, train, trained_model
+from hesscale_lab.settings import Settings, folder_of
+from hesscale_lab.training import train, trained_model
 
 from ..processes import together
 
@@ -95,7 +96,8 @@ SLOW = """
 import sys, time
 from pathlib import Path
 import torch
-from hesscale_lab.training import Settings, train
+from hesscale_lab.settings import Settings
+from hesscale_lab.training import train
 torch.set_num_threads(1)  # as here: matrix products of torch round differently on two
 train(Settings(*eval(sys.argv[1])), Path(sys.argv[2]), watch=lambda progress: time.sleep(0.3))
 """

@@ -22,10 +22,10 @@ from ..optimizers import PAPERS, optimizer_named, require_betas
 from ..options import Options, combinations
 from ..plugins import named_in_errors, read_plugin
 from ..report.estimate import estimate, percent, plain
+from ..settings import Settings, folder_of
 from ..sweeps import Sweep, grid
 from ..sweeps import sweep as search
 from ..tasks.table import task_named
-from ..training import Settings, folder_of
 from ..wording import power
 from ..workers import Progress, Standing, Watch, WorkersError, cluster, run_all, standing_of
 from .console import clear_errors, not_below, show, stop

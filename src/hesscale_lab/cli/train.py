@@ -22,9 +22,10 @@ from ..optimizers import OPTIMIZERS, best_settings, optimizer_named, require_bet
 from ..plugins import read_plugin
 from ..processes import Team
 from ..runs import DamagedRunError, OtherRunError, Run
+from ..settings import Settings, folder_of
 from ..tasks.archives import DataError
 from ..tasks.table import TASKS, task_named
-from ..training import Settings, Watch, folder_of
+from ..training import Watch
 from ..training import train as train_one
 from ..wording import power
 from .console import clear_errors, not_below, progress_bar, show, stop

@@ -15,7 +15,7 @@ from hesscale_lab.report.estimate import Estimate
 from hesscale_lab.report.numbers import write_numbers
 from hesscale_lab.report.per_second import Comparison, area, baseline_of, comparisons, per_second_table, reach, verdict
 from hesscale_lab.runs import open_run
-from hesscale_lab.training import folder_of
+from hesscale_lab.settings import folder_of
 
 from ..made_up_runs import ADAM, make_run, make_seeds
 
