@@ -17,14 +17,17 @@ Not needed; everything else works without them (tests/test_graph.py takes them a
 - ``_functorch.is_functorch_wrapped_tensor``: refusing torch.func's transforms in one sentence
 - ``UntypedStorage._cdata``: telling whether two tensors share memory; without it data pointers do
 - ``_storage_Use_Count``: only speed; without it no scratch memory is kept
-- ``Function._forward_cls``: finding the rule of a ``torch.autograd.Function`` by its class; by its name otherwise
+- ``Function._forward_cls``: finding the rule of a ``torch.autograd.Function`` by its class; by its name otherwise, and
+  nobody sees which of them hide a graph
 - what only sharded training needs is in fsdp.py, what is known of numbers while tracing in traced.py, and what only
   ``hesscale.compile`` needs in compiled/backend.py
 """
 
 from __future__ import annotations
 
+import inspect
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -37,7 +40,7 @@ from torch.autograd.graph import GradientEdge, Node
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from .errors import COMPLEX
+from .errors import COMPLEX, MissingRuleError
 
 Edge = tuple[Node, int]
 """A tensor of the graph: the node that made it and which of the node's outputs it is."""
@@ -171,10 +174,43 @@ def function_of(kind: type) -> Any:
     return getattr(kind, "_forward_cls", None)
 
 
+@cache
+def _hides_graph(kind: type) -> bool:
+    """Whether the backward of this kind of node runs a backward of its own, over a graph that it records itself."""
+    code = getattr(inspect.unwrap(getattr(function_of(kind), "backward", None)), "__code__", None)
+    names = set() if code is None else {*code.co_names}
+    return "backward" in names and not names.isdisjoint(("autograd", "enable_grad", "set_grad_enabled"))
+
+
+def hiding(rows: Sequence[Row]) -> Counter[str]:
+    """The nodes that hide a graph, by name. Where there are none, what a graph does not lead to is unused."""
+    return Counter(name for name, kind, _, _ in rows if _hides_graph(kind))
+
+
+def refuse_hidden(y: Tensor) -> None:
+    """Raises if a part of the graph of ``y`` is hidden: nobody could tell what is used there from what is not."""
+    hidden = hiding(graph_of(y).rows)
+    if hidden:
+        raise MissingRuleError(hidden, hiding=hidden)
+
+
 def call(node: Any, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    """Jᵀ grads, by the node's own backward formula: one tensor per input. Nothing is freed and no hook runs."""
-    result = node(*grads) if callable(node) else node.apply(*_materialized(node, grads))
-    return result if isinstance(result, tuple) else (result,)
+    """Jᵀ grads, by the node's own backward formula: one tensor per input. Nothing is freed and no hook runs.
+
+    Grads of the last outputs may be left out.
+    """
+    if callable(node):
+        result = node(*grads)
+        return result if isinstance(result, tuple) else (result,)
+    grads = [*grads, *(None,) * (len(node._input_metadata) - len(grads))]
+    result = node.apply(*_materialized(node, grads))
+    return _of_tensors(node, result if isinstance(result, tuple) else (result,))
+
+
+def _of_tensors(node: Any, found: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """What a Function returns for its tensors alone: it has an entry for every argument, a number or None too."""
+    needed = iter([found[index] for index, is_needed in enumerate(node.needs_input_grad) if is_needed])
+    return tuple(None if child is None else next(needed) for child, _ in node.next_functions)
 
 
 @final

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from .columns.dial import Columns, Rank, checked_rank, make_dial
-from .graph import LEAF, function_of, graph_of
+from .graph import LEAF, function_of, graph_of, hiding
 from .plan import behind_nonlinear, method_named
 from .regions import find_regions
 from .wiring import wire
@@ -71,7 +71,8 @@ def check(loss: Tensor, *, method: str = "hesscale", rank: Rank = 0) -> Report:
     rows = graph.rows
     wiring = wire(rows)
     kinds: dict[str, Counter[str]] = {"exact": Counter(), "approximated": Counter(), "missing": Counter()}
-    rules = [table.find(name, function_of(kind)) for name, kind, _, _ in rows]
+    hidden = hiding(rows)
+    rules = [None if name in hidden else table.find(name, function_of(kind)) for name, kind, _, _ in rows]
     for name, rule in zip(wiring.names, rules, strict=True):
         if name != LEAF:
             kinds["missing" if rule is None else "exact" if rule.exact else "approximated"][name] += 1

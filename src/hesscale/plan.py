@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from .errors import COMPLEX, OPAQUE, MissingRuleError
-from .graph import LEAF, Edge, Graph, Link, Row, edge_of, function_of, graph_behind, wide
+from .graph import LEAF, Edge, Graph, Link, Row, edge_of, function_of, graph_behind, hiding, wide
 from .regions import Region, Rules, find_regions
 from .rules import BL89, RULES
 from .rules.families import Rule
@@ -162,6 +162,7 @@ def _dtypes(wiring: Wiring) -> dict[Link, torch.dtype]:
 def look_up(rows: Sequence[Row], order: Sequence[int], table: RuleTable, fallback: Rule | None = None) -> Rules:
     """The rule of every place; raises one error that lists all that are missing."""
     rules: list[Rule | None] = [None] * len(rows)
+    hidden = hiding(rows)  # also beside the way: what is wanted may be used in there
     missing: Counter[str] = Counter()
     for place in order:
         name, kind, _, _ = rows[place]
@@ -171,8 +172,8 @@ def look_up(rows: Sequence[Row], order: Sequence[int], table: RuleTable, fallbac
         if rule is None and name != LEAF:
             missing[name] += 1
         rules[place] = rule
-    if missing:
-        raise MissingRuleError(missing)
+    if missing or hidden:
+        raise MissingRuleError(missing | hidden, hiding=hidden)
     return tuple(rules)
 
 

@@ -9,7 +9,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from ..graph import Edge, Graph, edge_of, graph_of, nested_gradients
+from ..graph import Edge, Graph, edge_of, graph_of, nested_gradients, refuse_hidden
 from ..rules.calculus import added
 from ..wiring import Wiring, behind, wire
 from .batch_layout import Examples, Layout
@@ -44,6 +44,7 @@ def sampled_gauss_newton(
     The mean over ``samples`` is taken, ``at_once`` of which memory has room for. ``output`` only makes sure that the
     loss was found where it begins.
     """
+    refuse_hidden(loss)
     graph = graph_of(loss)
     wiring = wire(graph.rows)
     draws = Draws(loss, graph, wiring)

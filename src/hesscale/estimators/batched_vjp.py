@@ -27,13 +27,14 @@ def pulled_back(outputs: Sequence[Place], inputs: Sequence[Place], vectors: Sequ
     graph is kept.
     """
     pairs = [(y, v) for y, v in zip(map(_as_edge, outputs), vectors, strict=True) if y is not None]
-    edges = [edge for edge in map(_as_edge, inputs) if edge is not None]
+    edges = {index: edge for index, edge in enumerate(map(_as_edge, inputs)) if edge is not None}
     count = len(vectors[0])
-    found: Sequence[Tensor | None] = [None] * len(inputs)
-    if pairs:
+    found: dict[int, Tensor | None] = {}
+    if pairs and edges:
         ys, vs = zip(*pairs, strict=True)
-        found = _batched(ys, edges, vs) if count > 1 else _one_by_one(ys, edges, vs)
-    return [_zeros(x, count) if rows is None else rows for rows, x in zip(found, edges, strict=True)]
+        rows = (_batched if count > 1 else _one_by_one)(ys, [*edges.values()], vs)
+        found = dict(zip(edges, rows, strict=True))
+    return [_zeros(x, count) if (own := found.get(index)) is None else own for index, x in enumerate(inputs)]
 
 
 def _as_edge(place: Place) -> GradientEdge | None:
@@ -42,8 +43,8 @@ def _as_edge(place: Place) -> GradientEdge | None:
     return GradientEdge(*edge_of(place)) if place.requires_grad else None
 
 
-def _zeros(x: GradientEdge, count: int) -> Tensor:
-    data = x.node._input_metadata[x.output_nr]
+def _zeros(x: Place, count: int) -> Tensor:
+    data = x if isinstance(x, Tensor) else x[0]._input_metadata[x[1]]
     return torch.zeros(count, *data.shape, dtype=data.dtype, device=data.device)
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..columns.dial import Rank
+from ..graph import refuse_hidden
 
 LossFunction = Callable[[Any, Any], Tensor]
 """From a model's outputs and the targets to a scalar."""
@@ -51,6 +52,7 @@ class Problem:
             raise ValueError(f"loss_fn(outputs, targets) must return a scalar tensor, not one of {shape}")
         if not loss.requires_grad:
             raise ValueError("the loss does not depend on any parameter that requires grad")
+        refuse_hidden(loss)
         return loss
 
 
