@@ -130,7 +130,9 @@ WAYS: dict[str, Callable[[Net], Any]] = {
     "EWC": lambda model: EWC(model).consolidate(F.cross_entropy, BATCHES),
     "Laplace": lambda model: laplace(model, F.cross_entropy, BATCHES),
     "Laplace of squared gradients": lambda model: laplace(model, F.cross_entropy, BATCHES, method="squared_gradient"),
-    "gradients": lambda model: derivatives_over(model, F.cross_entropy, BATCHES, diagonal=dict(model.named_parameters())),
+    "gradients": lambda model: derivatives_over(
+        model, F.cross_entropy, BATCHES, diagonal=dict(model.named_parameters())
+    ),
     # the weight that is wanted is in sight; it might be used out of sight, too
     "the head by HesScale": lambda model: head_alone("hesscale", model),
     "the head by squared gradients": lambda model: head_alone("squared_gradient", model),

@@ -37,9 +37,9 @@ _COMPLEX_ADVICE = (
     "a real one with a last dimension of two (torch.view_as_complex)."
 )
 _HIDING = (
-    "A torch.autograd.Function whose backward runs a backward pass of its own hides what that reaches: have it take all "
-    "tensors as arguments and return their gradients (torch.autograd.grad), or use torch.utils.checkpoint.checkpoint("
-    "..., use_reentrant=False)."
+    "A torch.autograd.Function whose backward runs a backward pass of its own hides what that reaches: have it take "
+    "all tensors as arguments and return their gradients (torch.autograd.grad), or use "
+    "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
 )
 _HOW_TO_REGISTER = (
     'Add a rule with hesscale.register(rule, "NodeName"), e.g. hesscale.register(hesscale.Selection(), "NodeName") '

@@ -10,17 +10,15 @@ Names that torch does not document, and what happens without them. Needed, or th
 
 Not needed; everything else works without them (tests/test_graph.py takes them away):
 
-- ``Node._raw_saved_*``, ``SavedTensor.unpack_hook``: finding freed tensors before anything has changed, knowing half
-  precision that only a saved tensor has, and reading a checkpoint twice (checkpoints fail without it)
-- ``_get_graph_exec_group``, ``_set_graph_exec_group``: second derivatives inside a checkpoint read what the pass has
-  recomputed; without them it is computed again, which selective checkpoints refuse
+- ``Node._raw_saved_*``, ``SavedTensor.unpack_hook``: finding freed tensors before anything has changed, and knowing
+  half precision that only a saved tensor has
 - ``_functorch.is_functorch_wrapped_tensor``: refusing torch.func's transforms in one sentence
 - ``UntypedStorage._cdata``: telling whether two tensors share memory; without it data pointers do
 - ``_storage_Use_Count``: only speed; without it no scratch memory is kept
 - ``Function._forward_cls``: finding the rule of a ``torch.autograd.Function`` by its class; by its name otherwise, and
   nobody sees which of them hide a graph
-- what only sharded training needs is in fsdp.py, what is known of numbers while tracing in traced.py, and what only
-  ``hesscale.compile`` needs in compiled/backend.py
+- what is known of checkpoints is in recomputing.py, of numbers while tracing in traced.py, what only sharded training
+  needs in fsdp.py, and what only ``hesscale.compile`` needs in compiled/backend.py
 """
 
 from __future__ import annotations
@@ -41,6 +39,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from .errors import COMPLEX, MissingRuleError
+from .recomputing import running_backward as running_backward
+from .recomputing import same_recomputation
 
 Edge = tuple[Node, int]
 """A tensor of the graph: the node that made it and which of the node's outputs it is."""
@@ -87,8 +87,6 @@ WEIGHT_NORM: Final[Any] = getattr(torch, "_weight_norm", None)
 """What ``weight_norm`` calls; its double backward is wrong (double_backward.py)."""
 
 _is_wrapped: Final[Any] = getattr(torch._C._functorch, "is_functorch_wrapped_tensor", None)
-_get_group: Final[Any] = getattr(torch._C, "_get_graph_exec_group", None)
-_set_group: Final[Any] = getattr(torch._C, "_set_graph_exec_group", None)
 
 
 @dataclass(frozen=True)
@@ -177,7 +175,8 @@ def function_of(kind: type) -> Any:
 @cache
 def _hides_graph(kind: type) -> bool:
     """Whether the backward of this kind of node runs a backward of its own, over a graph that it records itself."""
-    code = getattr(inspect.unwrap(getattr(function_of(kind), "backward", None)), "__code__", None)
+    backward: Any = getattr(function_of(kind), "backward", None)
+    code = getattr(inspect.unwrap(backward), "__code__", None)
     names = set() if code is None else {*code.co_names}
     return "backward" in names and not names.isdisjoint(("autograd", "enable_grad", "set_grad_enabled"))
 
@@ -231,8 +230,11 @@ def _widened(value: Any) -> Any:
 def call_in_single(node: Any, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
     """As ``call``, for a node that works in half precision: its formula in single precision."""
     kind: type = type(node)
-    for name in saved_names(kind):  # what has to be recomputed for them is recomputed as it was
+    names = saved_names(kind)
+    for name in names:  # what has to be recomputed for them is recomputed as it was
         getattr(node, name.replace("_raw", "", 1), None)
+    if not names:  # as far as one can see
+        call(node, grads)
     with _InSingle():  # type: ignore[no-untyped-call]
         return call(node, grads)
 
@@ -275,7 +277,7 @@ def nested_gradients(
     """
     NESTED.depth += 1
     try:
-        with _same_recomputation():
+        with same_recomputation():
             return torch.autograd.grad(
                 [GradientEdge(*edge) for edge in outputs],
                 [GradientEdge(*edge) for edge in inputs],
@@ -288,20 +290,6 @@ def nested_gradients(
         NESTED.depth -= 1
 
 
-@contextmanager
-def _same_recomputation() -> Iterator[None]:
-    """Checkpoints keep what they recompute by pass; a nested one passes for the one that is running."""
-    if _get_group is None or _set_group is None or running_backward() < 0:
-        yield
-        return
-    group = _get_group()
-    _set_group(running_backward() if group is None else group)
-    try:
-        yield
-    finally:
-        _set_group(group)
-
-
 @cache
 def saved_names(kind: type) -> tuple[str, ...]:
     """What nodes of this class call the tensors that they saved, in the form that does not unpack them."""
@@ -311,8 +299,7 @@ def saved_names(kind: type) -> tuple[str, ...]:
 def prepare_saved(graph: Graph) -> set[int]:
     """The places of nodes that work in half precision, or may; raises if a saved tensor is gone.
 
-    Also lets checkpointed tensors be read twice, by a rule and by torch. Looks without unpacking, which might recompute
-    a checkpoint.
+    Looks without unpacking, which might recompute a checkpoint.
     """
     half: set[int] = set()
     for place, node in enumerate(graph.nodes):
@@ -326,7 +313,6 @@ def prepare_saved(graph: Graph) -> set[int]:
                 for one in packed if isinstance(packed, (tuple, list)) else (packed,):
                     data = one.data
                     if getattr(one, "unpack_hook", None) is not None:
-                        _allow_second_reading(data)
                         half.add(place)  # there is no telling yet
                     elif data is None:
                         getattr(node, name.replace("_raw", "", 1))  # None if it was not needed, raises if it was freed
@@ -337,28 +323,9 @@ def prepare_saved(graph: Graph) -> set[int]:
     return half
 
 
-class _Kept(dict[int, Any]):
-    """The recomputed tensors of a checkpoint, which forgets each after the first reading; torch's is the second."""
-
-    def __setitem__(self, task: int, handle: Any) -> None:
-        if handle is not None or task not in self:
-            super().__setitem__(task, handle)
-
-
-def _allow_second_reading(packed: Any) -> None:
-    handles = getattr(packed, "handles", None)  # torch.utils.checkpoint's holder; other hooks can be read repeatedly
-    if isinstance(handles, dict) and not isinstance(handles, _Kept):
-        packed.handles = _Kept(handles)
-
-
 def when_backward_ends(action: Callable[[], None]) -> None:
     """Queues ``action`` for the end of the backward pass that is running."""
     torch.autograd.Variable._execution_engine.queue_callback(action)
-
-
-def running_backward() -> int:
-    """An id of the backward pass that is running, unique in this process; -1 outside of one."""
-    return int(torch._C._current_graph_task_id())
 
 
 def running_node() -> Node:

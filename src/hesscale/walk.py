@@ -21,6 +21,7 @@ from .columns.dial import Dial
 from .fast.workspace import Workspace, use_workspace, workspace_of
 from .graph import Graph, Link
 from .plan import Method, Plan, Stop, make_plan
+from .recomputing import keep_recomputed
 from .regions import region_curvatures
 from .rules.calculus import View, added, widened
 from .rules.families import Curvatures, Rebuilt
@@ -145,6 +146,7 @@ class Walk:
     def _prepare(self, grads: Sequence[Tensor | None]) -> None:
         """Claims the running backward, and finds out how it computes."""
         self._refuse_second()
+        keep_recomputed(self)
         graphs.when_backward_ends(self._finish)
         self.scope = nullcontext if graphs.is_plain_mode() else graphs.plain_mode
         self._is_recorded = torch.is_grad_enabled()

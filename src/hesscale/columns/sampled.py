@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..graph import Edge, Graph, edge_of, graph_of, nested_gradients, refuse_hidden
+from ..recomputing import recomputed_once
 from ..rules.calculus import added
 from ..wiring import Wiring, behind, wire
 from .batch_layout import Examples, Layout
@@ -17,6 +18,7 @@ from .likelihoods import known_likelihoods, likelihoods_of
 from .targets import Target, find_targets, pulled_squares
 
 
+@recomputed_once()
 def sampled_gauss_newton(
     loss: Tensor,
     params: Sequence[Tensor],

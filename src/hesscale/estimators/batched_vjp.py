@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from ..double_backward import twice_differentiable
 from ..graph import Edge, edge_of
 from .problem import Problem
 
@@ -77,11 +75,10 @@ def unit_vectors(start: int, stop: int, like: Tensor) -> Tensor:
     return units.view(-1, *like.shape)
 
 
-def recorded(problem: Problem, *, as_is: bool = False) -> tuple[Any, int]:
-    """The model's outputs, from a forward pass that can be differentiated twice, and how many numbers it saved.
+def recorded(problem: Problem) -> tuple[Any, int]:
+    """The model's outputs, and how many numbers the forward pass saved: several passes at once write each of them anew.
 
-    The latter is what each of several simultaneous passes has to write again. ``as_is``: with whatever kernels the
-    model uses, fused ones included, which is enough for one backward pass at a time.
+    Kernels that are chosen for it (``twice_differentiable``) have to stay so, for checkpoints run it again.
     """
     saved = 0
 
@@ -90,7 +87,6 @@ def recorded(problem: Problem, *, as_is: bool = False) -> tuple[Any, int]:
         saved += tensor.numel()
         return tensor
 
-    kernels = nullcontext() if as_is else twice_differentiable(problem.model)
-    with kernels, torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
         outputs = problem.outputs()
     return outputs, saved

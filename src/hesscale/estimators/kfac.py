@@ -13,6 +13,7 @@ from torch.func import functional_call
 
 from ..columns.sampled import Draws
 from ..graph import edge_of, graph_of
+from ..recomputing import recomputed_once
 from .batched_vjp import chunks, pulled_back
 from .problem import Problem
 
@@ -34,11 +35,11 @@ def kfac(problem: Problem) -> Sequence[Tensor | None]:
     with _recorded(set(owners.values())) as calls:
         outputs = problem.outputs()
     loss = problem.loss(outputs)
-    draws = Draws(loss)
     _refuse_odd_calls(owners, calls)
     _refuse_shared(problem, loss)
     layers = list(calls)
-    gs = dict(zip(layers, _output_factors(problem, draws, layers, calls), strict=True))
+    with recomputed_once():
+        gs = dict(zip(layers, _output_factors(problem, Draws(loss), layers, calls), strict=True))
     return [
         _diagonal(owner, name, problem.params[name], gs[owner], calls[owner][0][0]) for name, owner in owners.items()
     ]

@@ -22,6 +22,7 @@ from ..columns.dial import Rank, checked_rank
 from ..columns.hutchinson import hutchinson
 from ..columns.sampled import sampled_gauss_newton
 from ..graph import wide
+from ..recomputing import recomputed_once
 
 RANKED = ("hesscale", "hesscale_gn")
 
@@ -140,6 +141,7 @@ def hutchinson_backward(
     _write(params, curvatures, "hutchinson", run)
 
 
+@recomputed_once()
 def sampled_gauss_newton_backward(
     loss: Tensor,
     params: Sequence[Tensor],

@@ -354,12 +354,9 @@ class Coupled(Rule):
     def __call__(self, node: Any, s: Curvatures, g: Curvatures, wanted: Sequence[torch.Size | None]) -> Curvatures:
         if all(entry is None for entry in (*s, *g)):
             return (None,) * len(wanted)
-        if self.outputs == 1:
-            output = _only_output(node, s, g)
-            result = self.curvature(node, s[output], g[output])
-        else:
-            result = self.curvature(node, s, g)
-        if not isinstance(result, (tuple, list)):
+        output = _only_output(node, s, g) if self.outputs == 1 else None
+        result = self.curvature(node, s, g) if output is None else self.curvature(node, s[output], g[output])
+        if result is None or isinstance(result, Tensor):
             result = _placed(result, _only_input(node, wanted), wanted)
         _refuse_odd(node, len(result), wanted)
         return [reduced(entry, shape) for entry, shape in zip(result, wanted, strict=True)]
