@@ -170,7 +170,7 @@ class Blocks(Likelihood):
 
     def to_rows(self, tensor: Tensor) -> Tensor:
         """[rows, entries]."""
-        return tensor.reshape(-1, 1) if self.dim is None else tensor.movedim(self.dim, -1).reshape(self.rows, -1)
+        return tensor.reshape(-1, 1) if self.dim is None else tensor.movedim(self.dim, -1).reshape(self.rows, self.shape[self.dim])
 
     def from_rows(self, rows: Tensor) -> Tensor:
         """The way back."""

@@ -126,4 +126,4 @@ def _diagonal(layer: nn.Module, name: str, p: Tensor, g: Tensor, x: Tensor) -> T
     output = functional_call(layer, {**others, "weight": weight}, (x.square(),))
     (a,) = torch.autograd.grad(output, weight, torch.ones_like(output))
     single = x.shape[:-1] if isinstance(layer, nn.Linear) else x.shape[: -_spatial(layer) - 1]
-    return g.view(-1, *[1] * (p.dim() - 1)) * a / single.numel()
+    return g.view(-1, *[1] * (p.dim() - 1)) * a / max(single.numel(), 1)  # an empty batch has no curvature
