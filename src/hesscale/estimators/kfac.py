@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.func import functional_call
 from ..columns.sampled import Draws
 from ..graph import edge_of, graph_of
 from ..recomputing import recomputed_once
+from ..rules.calculus import added
 from .batched_vjp import chunks, pulled_back
 from .problem import Problem
 
@@ -36,12 +37,14 @@ def kfac(problem: Problem) -> Sequence[Tensor | None]:
         outputs = problem.outputs()
     loss = problem.loss(outputs)
     _refuse_odd_calls(owners, calls)
-    _refuse_shared(problem, loss)
-    layers = list(calls)
     with recomputed_once():
-        gs = dict(zip(layers, _output_factors(problem, Draws(loss), layers, calls), strict=True))
+        draws = Draws(loss)
+        _refuse_shared(problem, loss, draws.penalties)
+        layers = list(calls)
+        gs = dict(zip(layers, _output_factors(problem, draws, layers, calls), strict=True))
+    pairs = [(owner, name, problem.params[name]) for name, owner in owners.items()]
     return [
-        _diagonal(owner, name, problem.params[name], gs[owner], calls[owner][0][0]) for name, owner in owners.items()
+        added(_diagonal(owner, name, p, gs[owner], calls[owner][0][0]), draws.penalized(p)) for owner, name, p in pairs
     ]
 
 
@@ -84,9 +87,10 @@ def _refuse_odd_calls(owners: Mapping[str, nn.Module], calls: Calls) -> None:
         raise NotImplementedError(f"'kfac' needs layers that are called once in a forward pass, not: {', '.join(odd)}")
 
 
-def _refuse_shared(problem: Problem, loss: Tensor) -> None:
+def _refuse_shared(problem: Problem, loss: Tensor, penalties: Container[Any]) -> None:
     graph = graph_of(loss)
-    readers = Counter(link[0] for row in graph.rows for link in row[2] if link is not None)
+    rows = [row for node, row in zip(graph.nodes, graph.rows, strict=True) if node not in penalties]
+    readers = Counter(link[0] for row in rows for link in row[2] if link is not None)
     counts = {name: readers[graph.places.get(edge_of(p)[0], -1)] for name, p in problem.params.items()}
     shared = [f"{name} (read {count} times)" for name, count in counts.items() if count > 1]
     if shared:
