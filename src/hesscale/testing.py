@@ -14,7 +14,7 @@ from .backward import diagonal
 from .columns.dial import Rank
 from .double_backward import refuse_wrong_derivatives, unfused
 from .double_backward import twice_differentiable as twice_differentiable
-from .estimators.problem import outputs, without_traces
+from .estimators.problem import loss_of, outputs, without_traces
 from .recomputing import recomputed_once
 
 
@@ -138,7 +138,7 @@ def compare_with_exact(
 
     def loss() -> Tensor:
         torch.random.set_rng_state(state)
-        return loss_fn(outputs(model, inputs), targets)
+        return loss_of(loss_fn, outputs(model, inputs), targets)
 
     pairs: dict[str, tuple[Tensor, Tensor]] = {}
     generator, signs = (torch.Generator().manual_seed(seed) for _ in range(2))
