@@ -24,8 +24,9 @@ _REFUSAL = (
 def refuse_wrong_derivatives(y: Tensor) -> None:
     """Raises if the graph of ``y`` has an operation whose second derivatives torch gets wrong, or hides a part."""
     if y.requires_grad:
-        refuse_hidden(y)
-        if any(row[0] == _WRONG for row in graph_of(y).rows):
+        rows = graph_of(y).rows
+        refuse_hidden(rows)
+        if any(row[0] == _WRONG for row in rows):
             raise RuntimeError(_REFUSAL)
 
 

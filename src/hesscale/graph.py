@@ -39,8 +39,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from .errors import COMPLEX, MissingRuleError
+from .recomputing import is_to_be_recomputed, same_recomputation
 from .recomputing import running_backward as running_backward
-from .recomputing import same_recomputation
 
 Edge = tuple[Node, int]
 """A tensor of the graph: the node that made it and which of the node's outputs it is."""
@@ -186,9 +186,9 @@ def hiding(rows: Sequence[Row]) -> Counter[str]:
     return Counter(name for name, kind, _, _ in rows if _hides_graph(kind))
 
 
-def refuse_hidden(y: Tensor) -> None:
-    """Raises if a part of the graph of ``y`` is hidden: nobody could tell what is used there from what is not."""
-    hidden = hiding(graph_of(y).rows)
+def refuse_hidden(rows: Sequence[Row]) -> None:
+    """Raises if a part of the graph is hidden: nobody could tell what is used there from what is not."""
+    hidden = hiding(rows)
     if hidden:
         raise MissingRuleError(hidden, hiding=hidden)
 
@@ -296,6 +296,21 @@ def saved_names(kind: type) -> tuple[str, ...]:
     return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
 
 
+def _saved(node: Any, kind: type) -> Iterator[tuple[str, Any]]:
+    for name in saved_names(kind):
+        packed = getattr(node, name)
+        for one in packed if isinstance(packed, (tuple, list)) else (packed,):
+            yield name, one
+
+
+def recompute(y: Tensor, inputs: Sequence[Tensor]) -> None:
+    """Has checkpoints recomputed by a pass of its own, if there are any: within vmap they could not draw numbers."""
+    graph = graph_of(y)
+    pairs = zip(graph.nodes, graph.rows, strict=True)
+    if any(is_to_be_recomputed(one.data) for node, row in pairs for _, one in _saved(node, row[1])):
+        nested_gradients([edge_of(y)], [edge_of(x) for x in inputs], [torch.ones_like(y)])
+
+
 def prepare_saved(graph: Graph) -> set[int]:
     """The places of nodes that work in half precision, or may; raises if a saved tensor is gone.
 
@@ -308,16 +323,14 @@ def prepare_saved(graph: Graph) -> set[int]:
             if dtype in LOW_PRECISION:
                 half.add(place)
         try:
-            for name in saved_names(kind):
-                packed = getattr(node, name)
-                for one in packed if isinstance(packed, (tuple, list)) else (packed,):
-                    data = one.data
-                    if getattr(one, "unpack_hook", None) is not None:
-                        half.add(place)  # there is no telling yet
-                    elif data is None:
-                        getattr(node, name.replace("_raw", "", 1))  # None if it was not needed, raises if it was freed
-                    elif data.dtype in LOW_PRECISION:
-                        half.add(place)
+            for name, one in _saved(node, kind):
+                data = one.data
+                if getattr(one, "unpack_hook", None) is not None:
+                    half.add(place)  # there is no telling yet
+                elif data is None:
+                    getattr(node, name.replace("_raw", "", 1))  # None if it was not needed, raises if it was freed
+                elif data.dtype in LOW_PRECISION:
+                    half.add(place)
         except RuntimeError:
             raise RuntimeError(_FREED) from None
     return half

@@ -21,6 +21,7 @@ import torch.utils.checkpoint as checkpoints
 
 _get_group: Final[Any] = getattr(torch._C, "_get_graph_exec_group", None)
 _set_group: Final[Any] = getattr(torch._C, "_set_graph_exec_group", None)
+_holder: Final[Any] = getattr(checkpoints, "_Holder", None)
 
 _KEEPING: Final[weakref.WeakValueDictionary[Any, object]] = weakref.WeakValueDictionary()
 """Whoever wants that what is recomputed is kept, by what torch's checkpoints keep it by: a pass, or a group of them."""
@@ -106,6 +107,10 @@ class _OfHolder:
 @cache
 def _teach_checkpoints() -> None:
     """Once, before the first pass: passes that nobody wants anything of are left as they are."""
-    holder: Any = getattr(checkpoints, "_Holder", None)
-    if holder is not None:
-        holder.handles = _OfHolder()
+    if _holder is not None:
+        _holder.handles = _OfHolder()
+
+
+def is_to_be_recomputed(packed: Any) -> bool:
+    """Whether what a node has saved is a checkpoint's, in place of the tensor."""
+    return _holder is not None and isinstance(packed, _holder)

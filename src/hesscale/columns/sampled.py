@@ -9,7 +9,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from ..graph import Edge, Graph, edge_of, graph_of, nested_gradients, refuse_hidden
+from ..graph import Edge, Graph, edge_of, graph_of, nested_gradients, recompute, refuse_hidden
 from ..recomputing import recomputed_once
 from ..rules import RULES
 from ..rules.calculus import View, added, widened
@@ -48,8 +48,10 @@ def sampled_gauss_newton(
     The mean over ``samples`` is taken, ``at_once`` of which memory has room for. ``output`` only makes sure that the
     loss was found where it begins.
     """
-    refuse_hidden(loss)
     graph = graph_of(loss)
+    refuse_hidden(graph.rows)
+    if at_once > 1:
+        recompute(loss, params)
     wiring = wire(graph.rows)
     draws = Draws(loss, graph, wiring)
     edges = draws.edges

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from ..double_backward import twice_differentiable
-from ..graph import Edge
+from ..graph import Edge, recompute
 from ..recomputing import recomputed_once
 from .batched_vjp import chunks, pulled_back, recorded, unit_vectors
 from .cut import noted, predictions
@@ -59,6 +59,7 @@ def ggn(problem: Problem) -> Sequence[Tensor | None]:
 def _gauss_newton(
     loss: Tensor, places: Sequence[Edge], params: Sequence[Tensor], extra: int
 ) -> Sequence[Tensor | None]:
+    recompute(loss, params)
     with _ending_at(places):
         found = torch.autograd.grad(loss, [GradientEdge(*y) for y in places], create_graph=True, allow_unused=True)
     pairs = [(y, slope) for y, slope in zip(places, found, strict=True) if slope is not None]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ..columns.sampled import Draws
-from ..graph import edge_of, graph_of
+from ..graph import edge_of, graph_of, recompute
 from ..recomputing import recomputed_once
 from ..rules.calculus import added
 from .batched_vjp import chunks, pulled_back
@@ -38,6 +38,7 @@ def kfac(problem: Problem) -> Sequence[Tensor | None]:
     loss = problem.loss(outputs)
     _refuse_odd_calls(owners, calls)
     with recomputed_once():
+        recompute(loss, problem.tensors)
         draws = Draws(loss)
         _refuse_shared(problem, loss, draws.penalties)
         layers = list(calls)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..columns.dial import Rank
-from ..graph import refuse_hidden
+from ..graph import graph_of, refuse_hidden
 
 LossFunction = Callable[[Any, Any], Tensor]
 """From a model's outputs and the targets to a scalar."""
@@ -62,7 +62,7 @@ def loss_of(loss_fn: LossFunction, outputs: Any, targets: Any) -> Tensor:
         raise ValueError(f"loss_fn(outputs, targets) must return a scalar tensor, not one of {shape}")
     if not loss.requires_grad:
         raise ValueError("the loss does not depend on any parameter that requires grad")
-    refuse_hidden(loss)
+    refuse_hidden(graph_of(loss).rows)
     return loss
 
 
