@@ -193,6 +193,21 @@ def test_every_estimator_takes_a_number(method: str) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("key", [Reverse, "ReverseBackward"], ids=["class", "name"])
+def test_examples_stay_apart_behind_either_key(key: Any) -> None:
+    """In the network and in the loss, by columns and by draws."""
+    x, y = constant(randn(5, 3)), torch.tensor([0, 1, 1, 0, 1])
+    with registered(Elementwise(lambda node: (-node.factor, None), linear=((0,),)), key):
+        loss = reverse(F.cross_entropy(Net(reverse)(x), y))
+        columns = hesscale.check(loss, rank=1).columns
+        assert columns is not None and not columns.mixed
+        found, expected = (
+            hesscale.estimate("ggn_mc", Net(reverse), fn, (x, y), generator=torch.Generator().manual_seed(1))
+            for fn in (lambda *of: Reverse.apply(F.cross_entropy(*of), -2.0), lambda *of: 2 * F.cross_entropy(*of))
+        )
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
 @pytest.mark.parametrize(
     "rule", [Elementwise(lambda node: ((1.0, None), (1.0, None))), Coupled(lambda node, s, g: (s, None))]
 )

@@ -22,7 +22,7 @@ from ..rules.calculus import View, sigmoid_slope, widened
 from ..rules.families import Elementwise, Rule, Selection, signed
 from ..rules.probabilities import complement, spread
 from ..wiring import Wiring
-from .batch_layout import Examples, Layout, along_first
+from .batch_layout import Examples, Layout, along_first, rule_of
 from .eigenpairs import leading_pairs
 
 FULL = -1
@@ -332,7 +332,7 @@ def _penalties(part: _Part, graph: Graph) -> list[Any]:
 
 def _is_penalty(node: Any) -> bool:
     """Whether its rule knows its whole diagonal: nothing lies behind it but parameters, each read once."""
-    rule, children = RULES.get(node.name()), [child for child, _ in node.next_functions if child is not None]
+    rule, children = rule_of(node), [child for child, _ in node.next_functions if child is not None]
     are_leaves = all(hasattr(child, "variable") for child in children)
     return rule is not None and rule.exact and are_leaves and len({*children}) == len(children)
 
@@ -354,7 +354,7 @@ def _linear_part(graph: Graph, wiring: Wiring, start: int) -> _Part:
         node, wanted = graph.nodes[place], wiring.wanted[place]
         if place not in part.reached or not any(shape is not None for shape in wanted):
             continue
-        own, rule, is_ratio = blocks_at(node, wanted), RULES.get(node.name()), _is_square_over_variance(node, wanted)
+        own, rule, is_ratio = blocks_at(node, wanted), rule_of(node), _is_square_over_variance(node, wanted)
         is_linear = own is None and rule is not None and rule.is_linear(wanted)
         is_scalar = rule is not None and not any(wanted)
         if own is not None:
@@ -376,14 +376,14 @@ def _bends(node: Any, graph: Graph, wiring: Wiring, passed: Set[int]) -> bool:
 
     Nor in penalties, unless it is a likelihood itself: |p|² is one.
     """
-    place, rule = graph.places[node], RULES[node.name()]
+    place, rule = graph.places[node], rule_of(node)
     parts = [None if link is None else _linear_part(graph, wiring, link[0]) for link in wiring.edges[place]]
     leads = [
         part is not None and bool(part.found or part.ratios or (place in passed and _penalties(part, graph)))
         for part in parts
     ]
     own = [shape if is_own else None for shape, is_own in zip(wiring.wanted[place], leads, strict=True)]
-    return any(leads) and not rule.is_linear(own) and not _is_straight(rule)
+    return rule is not None and any(leads) and not rule.is_linear(own) and not _is_straight(rule)
 
 
 def _is_straight(rule: Rule) -> bool:

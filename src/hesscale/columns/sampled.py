@@ -11,10 +11,9 @@ from torch import Tensor
 
 from ..graph import Edge, Graph, edge_of, graph_of, nested_gradients, recompute, refuse_hidden
 from ..recomputing import recomputed_once
-from ..rules import RULES
 from ..rules.calculus import View, added, widened
 from ..wiring import Wiring, behind, wire
-from .batch_layout import Examples, Layout
+from .batch_layout import Examples, Layout, rule_of
 from .likelihoods import known_likelihoods, likelihoods_of
 from .targets import Target, find_targets, pulled_squares
 
@@ -145,7 +144,9 @@ class Draws:
             wanted = [p.shape if edge == own else None for edge in node.next_functions]
             if g is not None and own in node.next_functions:
                 nothing = [None] * len(node._input_metadata)
-                found = RULES[node.name()](View(node), nothing, [widened(g), *nothing[1:]], wanted)
+                rule = rule_of(node)
+                assert rule is not None
+                found = rule(View(node), nothing, [widened(g), *nothing[1:]], wanted)
                 total = added(total, found[node.next_functions.index(own)])
         return total
 

@@ -11,11 +11,10 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from ..graph import Edge, Graph, edge_of, graph_of, nested_gradients
-from ..rules import RULES
 from ..rules.calculus import View, widened
 from ..rules.families import Rebuilt
 from ..wiring import Wiring, wire
-from .batch_layout import Examples, Layout, Mixed, follow
+from .batch_layout import Examples, Layout, Mixed, follow, rule_of
 from .pulling import pull
 from .squares import VIEWS, Use, Views, summed_squares, through_views, use_at
 
@@ -171,7 +170,7 @@ class _Uses:
             return Mixed(node.name())
         if isinstance(layout, Mixed):
             return layout
-        rule = RULES.find(node.name(), None)
+        rule = rule_of(node)
         if isinstance(rule, Rebuilt):
             if node not in self._steps:
                 self._steps[node] = Steps(node, rule, outputs, layout)
