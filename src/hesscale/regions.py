@@ -48,7 +48,7 @@ def find_regions(wiring: Wiring, rules: Rules, barriers: Set[Link]) -> dict[int,
 
 def _is_pointwise(place: int, wiring: Wiring, rules: Rules) -> bool:
     rule = rules[place]
-    if rule is None or not rule.pointwise:
+    if rule is None or not rule.pointwise or len(wiring.shapes[place]) > 1:
         return False
     # a broadcast input is summed over places, where the first derivatives of several places would mix
     output = wiring.shapes[place][0]

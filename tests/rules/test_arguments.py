@@ -172,6 +172,32 @@ def test_within_an_expression_that_meets_again() -> None:
     torch.testing.assert_close(found, exact_diagonal((reversing(x) * x.sin()).sum(), x), rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("expression", [lambda y, x: y * x, lambda y, x: y * y.sin() * x, lambda y, x: y + x * x])
+def test_a_function_of_several_outputs_within_such_an_expression(expression: Any) -> None:
+    """By its rule or node by node, but not as if its first output were the one that is read."""
+
+    class Cube(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Any:
+            ctx.p = 3
+            ctx.save_for_backward(x)
+            return x.clone(), x**3
+
+        @staticmethod
+        def backward(ctx: Any, first: Tensor, second: Tensor) -> Any:
+            return first + 3 * ctx.saved_tensors[0] ** 2 * second
+
+    x = randn(4)
+    with registered(Elementwise(power_slopes), Cube):
+        found = hesscale.diagonal(expression(Cube.apply(x)[1], x).sum(), x)
+        alone = hesscale.diagonal(expression(Cube.apply(x)[1], constant(x)).sum(), x)
+    with registered(Elementwise(power_slopes, pointwise=False), Cube):
+        expected = hesscale.diagonal(expression(Cube.apply(x)[1], x).sum(), x)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    exact = exact_diagonal(expression(x**3, constant(x)).sum(), x)
+    torch.testing.assert_close(alone, exact, rtol=1e-10, atol=1e-10)
+
+
 class Net(nn.Module):
     def __init__(self, between: Callable[[Tensor], Tensor]) -> None:
         super().__init__()

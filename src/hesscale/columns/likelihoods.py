@@ -334,7 +334,8 @@ def _is_penalty(node: Any) -> bool:
     """Whether its rule knows its whole diagonal: nothing lies behind it but parameters, each read once."""
     rule, children = rule_of(node), [child for child, _ in node.next_functions if child is not None]
     are_leaves = all(hasattr(child, "variable") for child in children)
-    return rule is not None and rule.exact and are_leaves and len({*children}) == len(children)
+    is_plain = len(node._input_metadata) == 1 and len({*children}) == len(children)
+    return rule is not None and rule.exact and are_leaves and is_plain
 
 
 class _Part(NamedTuple):

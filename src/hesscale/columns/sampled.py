@@ -142,11 +142,9 @@ class Draws:
         own = edge_of(p)
         for node, g in self.penalties.items():
             wanted = [p.shape if edge == own else None for edge in node.next_functions]
-            if g is not None and own in node.next_functions:
-                nothing = [None] * len(node._input_metadata)
-                rule = rule_of(node)
-                assert rule is not None
-                found = rule(View(node), nothing, [widened(g), *nothing[1:]], wanted)
+            rule = rule_of(node)
+            if g is not None and rule is not None and own in node.next_functions:
+                found = rule(View(node), [None], [widened(g)], wanted)
                 total = added(total, found[node.next_functions.index(own)])
         return total
 
