@@ -11,7 +11,7 @@ single steps: the hidden units that meet again in the next step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -29,10 +29,17 @@ Weights = Sequence[Tensor]  # of input and hidden state, then their biases if th
 _CUDNN = "CudnnRnnBackward0"
 _ELEMENTS = 2**20
 """Gradients of single examples are made this many numbers at a time."""
+_CACHED = 2**15
+"""Derivatives by a gate are made this many numbers at a time."""
+
+
+def _four(weights: Weights) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    w_x, w_h, *biases = weights
+    return (w_x, w_h, *biases) if len(biases) == 2 else (w_x, w_h, None, None)
 
 
 class Gates(NamedTuple):
-    """Derivatives of all steps of a layer, [steps, examples, gates, units] or, without gates, [steps, examples, units].
+    """Derivatives of some steps of a layer, [steps, examples, gates, units], or [steps, examples, units] of its state.
 
     By the last gate of an LSTM they are those of its hidden state, by the others those of its cell state.
     """
@@ -49,41 +56,53 @@ def _lstm_step(from_x: Tensor, from_h: Tensor, state: State) -> State:
     return torch.sigmoid(leave) * torch.tanh(cell), cell
 
 
-def _lstm_gates(from_x: Tensor, from_h: Tensor, before: Tensor, after: Tensor, start: State) -> Gates:
-    """h = o tanh(c),  c = f c₋ + i n;  the gates are i, f, n, o."""
-    gates = (from_x + from_h).unflatten(-1, (4, -1)).unbind(2)
-    entry, forget, leave = (torch.sigmoid(gates[index]) for index in (0, 1, 3))
-    content, cell, cells = torch.tanh(gates[2]), start[1], [start[1]]
-    for kept, added in zip(forget.unbind(0), (entry * content).unbind(0), strict=True):
-        cell = torch.addcmul(added, kept, cell)
-        cells.append(cell)
+def _lstm_parts(x: Tensor, before: Tensor, after: Tensor, start: State, weights: Weights) -> State:
+    """h = o tanh(c),  c = f c₋ + i n:  all of i, f, n, o together, c₋ and c."""
+    w_x, w_h, b_x, b_h = _four(weights)
+    from_x = F.linear(x.flatten(0, 1), w_x, None if b_x is None or b_h is None else b_x + b_h)
+    gates = from_x.addmm_(before.flatten(0, 1), w_h.mT).view(*before.shape[:2], 4, -1)
+    gates[:, :, :2].sigmoid_()
+    gates[:, :, 2].tanh_()
+    gates[:, :, 3].sigmoid_()
+    cells = [start[1]]
+    for entry, forget, content, _ in (step.unbind(1) for step in gates.unbind(0)):
+        cells.append(torch.addcmul(entry * content, forget, cells[-1]))
     every = torch.stack(cells)
-    seen = torch.tanh(every[1:])
-    firsts = (
-        content * entry * (1 - entry),
-        every[:-1] * forget * (1 - forget),
-        entry * (1 - content * content),
-        seen * leave * (1 - leave),
-    )
-    ratios = 1 - 2 * entry, 1 - 2 * forget, -2 * content, 1 - 2 * leave
-    slopes, reach = torch.stack(firsts, 2), leave * (1 - seen * seen)
-    return Gates(slopes, slopes * torch.stack(ratios, 2), forget, (reach, -2 * seen * reach))
+    return gates, every[:-1], every[1:]
 
 
-def _gru_parts(from_x: Tensor, from_h: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _lstm_gates(gates: Tensor, before: Tensor, cell: Tensor) -> Gates:
+    entry, forget, content, leave = gates.unbind(2)
+    seen = torch.tanh(cell)
+    slopes = torch.addcmul(gates, gates, gates, value=-1)  # σ' = σ − σ², but tanh' = 1 − tanh²
+    slopes[:, :, 2] = 1 - content * content
+    ratios = 1 - 2 * gates  # σ''/σ', but tanh''/tanh' = −2 tanh
+    ratios[:, :, 2] -= 1
+    for index, factor in enumerate((content, before, entry, seen)):
+        slopes[:, :, index] *= factor
+    reach = leave * (1 - seen * seen)
+    return Gates(slopes, ratios.mul_(slopes), forget, (reach, -2 * seen * reach))
+
+
+def _gru_parts(x: Tensor, before: Tensor, after: Tensor, start: State, weights: Weights) -> State:
+    """h = (1 − z) n + z h₋,  n = tanh(n_x + r n_h):  r, z, n, n_h and h₋."""
+    w_x, w_h, b_x, b_h = _four(weights)
+    return *_gru_activations(F.linear(x, w_x, b_x), F.linear(before, w_h, b_h)), before
+
+
+def _gru_activations(from_x: Tensor, from_h: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     (r_x, z_x, n_x), (r_h, z_h, n_h) = from_x.chunk(3, -1), from_h.chunk(3, -1)
     reset = torch.sigmoid(r_x + r_h)
     return reset, torch.sigmoid(z_x + z_h), torch.tanh(n_x + reset * n_h), n_h
 
 
 def _gru_step(from_x: Tensor, from_h: Tensor, state: State) -> State:
-    _, update, new, _ = _gru_parts(from_x, from_h)
+    _, update, new, _ = _gru_activations(from_x, from_h)
     return (new + update * (state[0] - new),)
 
 
-def _gru_gates(from_x: Tensor, from_h: Tensor, before: Tensor, after: Tensor, start: State) -> Gates:
-    """h = (1 − z) n + z h₋,  n = tanh(n_x + r n_h);  the gates are r, z, n_h, n_x."""
-    reset, update, new, n_h = _gru_parts(from_x, from_h)
+def _gru_gates(reset: Tensor, update: Tensor, new: Tensor, n_h: Tensor, before: Tensor) -> Gates:
+    """By r, z, n_h and n_x."""
     first = (1 - update) * (1 - new * new)
     second = -2 * new * first
     by_reset = n_h * reset * (1 - reset)
@@ -98,28 +117,33 @@ def _gru_gates(from_x: Tensor, from_h: Tensor, before: Tensor, after: Tensor, st
     return Gates(slopes, torch.stack(bends, 2), update)
 
 
-def _tanh_gates(from_x: Tensor, from_h: Tensor, before: Tensor, after: Tensor, start: State) -> Gates:
-    slopes = 1 - after * after
-    return Gates(slopes.unsqueeze(2), (-2 * after * slopes).unsqueeze(2))
+def _after(x: Tensor, before: Tensor, after: Tensor, start: State, weights: Weights) -> State:
+    return (after,)
 
 
-def _relu_gates(from_x: Tensor, from_h: Tensor, before: Tensor, after: Tensor, start: State) -> Gates:
+def _tanh_gates(after: Tensor) -> Gates:
+    slopes = (1 - after * after).unsqueeze(2)
+    return Gates(slopes, -2 * after.unsqueeze(2) * slopes)
+
+
+def _relu_gates(after: Tensor) -> Gates:
     slopes = (after > 0).to(after.dtype).unsqueeze(2)
     return Gates(slopes, torch.zeros_like(slopes))
 
 
 class Cell(NamedTuple):
-    """A kind of layer: one step, and the derivatives of all of them once hidden states are known."""
+    """A kind of layer."""
 
     step: Callable[[Tensor, Tensor, State], State]
-    gates: Callable[[Tensor, Tensor, Tensor, Tensor, State], Gates]
+    parts: Callable[[Tensor, Tensor, Tensor, State, Weights], State]  # what is kept of all steps, hidden states known
+    gates: Callable[..., Gates]  # of some steps, from their parts
 
 
 _CELLS = (  # by the mode of mkldnn and cuDNN
-    Cell(lambda from_x, from_h, state: (torch.relu(from_x + from_h),), _relu_gates),
-    Cell(lambda from_x, from_h, state: (torch.tanh(from_x + from_h),), _tanh_gates),
-    Cell(_lstm_step, _lstm_gates),
-    Cell(_gru_step, _gru_gates),
+    Cell(lambda from_x, from_h, state: (torch.relu(from_x + from_h),), _after, _relu_gates),
+    Cell(lambda from_x, from_h, state: (torch.tanh(from_x + from_h),), _after, _tanh_gates),
+    Cell(_lstm_step, _lstm_parts, _lstm_gates),
+    Cell(_gru_step, _gru_parts, _gru_gates),
 )
 
 
@@ -147,8 +171,9 @@ class Tape(NamedTuple):
     x: Tensor
     before: Tensor  # hidden states before each step
     after: Tensor
-    gates: Gates
     weights: Weights
+    parts: State
+    gates: Callable[..., Gates]
 
 
 def _tapes(layers: Layers) -> list[list[Tape]]:
@@ -170,19 +195,20 @@ def _turned(x: Tensor, backward: bool) -> Tensor:
 def _tape(layers: Layers, x: Tensor, index: int) -> Tape:
     cell, backward = _CELLS[layers.mode], layers.backward[index % len(layers.backward)]
     weights, start = layers.weights[index], layers.starts[index]
-    w_x, w_h, b_x, b_h = (*weights, None, None)[:4]
     x = _turned(x, backward)
-    from_x = F.linear(x, w_x, b_x)
-    if layers.outputs is not None:
-        after = _turned(layers.outputs, backward)
-    else:
-        state, states = start, []
-        for step in from_x.unbind(0):
-            state = cell.step(step, F.linear(state[0], w_h, b_h), state)
-            states.append(state[0])
-        after = torch.stack(states)
+    after = _states(cell, x, start, weights) if layers.outputs is None else _turned(layers.outputs, backward)
     before = torch.cat((start[0].unsqueeze(0), after[:-1]))
-    return Tape(x, before, after, cell.gates(from_x, F.linear(before, w_h, b_h), before, after, start), weights)
+    return Tape(x, before, after, weights, cell.parts(x, before, after, start, weights), cell.gates)
+
+
+def _states(cell: Cell, x: Tensor, state: State, weights: Weights) -> Tensor:
+    """The hidden states after each step."""
+    w_x, w_h, b_x, b_h = _four(weights)
+    states: list[Tensor] = []
+    for from_x in F.linear(x, w_x, b_x).unbind(0):
+        state = cell.step(from_x, F.linear(state[0], w_h, b_h), state)
+        states.append(state[0])
+    return torch.stack(states)
 
 
 Powers = tuple[int, ...]
@@ -190,39 +216,54 @@ Powers = tuple[int, ...]
 
 
 def _rows(x: Tensor, powers: Powers) -> Tensor:
-    return torch.stack([x if power == 1 else x * x for power in powers])
+    rows = x.new_empty((len(powers), *x.shape))
+    for row, power in zip(rows, powers, strict=True):
+        torch.pow(x, power, out=row)
+    return rows
 
 
-def _back(tape: Tape, y: Tensor, ends: Sequence[Tensor], powers: Powers) -> tuple[Tensor, list[Tensor]]:
-    """[rows, steps, examples, gates, units] at the gates, and the rows of the first state."""
-    gates, both = tape.gates, len(powers) == 2
-    slopes, bends = _rows(gates.slopes, powers).unbind(1), gates.bends.unbind(0)
-    kept = [] if gates.kept is None else _rows(gates.kept, powers).unbind(1)
-    reach = [] if gates.reach is None else _rows(gates.reach[0], powers).unbind(1)
-    reach_bends = [] if gates.reach is None else gates.reach[1].unbind(0)
-    weight = _rows(tape.weights[1], powers)
+def _back(tape: Tape, y: Tensor, ends: Sequence[Tensor], powers: Powers, *, every: bool) -> tuple[Tensor, list[Tensor]]:
+    """[rows, steps, examples, gates, units] at the gates, and the rows of the first state.
+
+    At the gates there is the last row alone, unless ``every`` row is wanted.
+    """
+    both, weight = len(powers) == 2, _rows(tape.weights[1], powers)
     used = len(tape.weights[1]) // tape.before.shape[-1]  # gates that read the hidden state
     coming = [torch.zeros_like(ends[0]), *y.unbind(1)]
     hidden, cell = ends[0] + coming.pop(), ends[-1]
-    found: list[Tensor] = []
-    for step in reversed(range(len(slopes))):
-        source = hidden.unsqueeze(2)
-        if reach:
-            cell = torch.addcmul(cell, hidden, reach[step])
+    rows = slice(None) if every else slice(-1, None)
+    found: Tensor | None = None
+    for part in _some_at_once(tape):
+        gates = tape.gates(*(whole[part] for whole in tape.parts))
+        slopes, bends = _rows(gates.slopes, powers).unbind(1), gates.bends.unbind(0)
+        kept = [] if gates.kept is None else _rows(gates.kept, powers).unbind(1)
+        reach = [] if gates.reach is None else _rows(gates.reach[0], powers).unbind(1)
+        reach_bends = [] if gates.reach is None else gates.reach[1].unbind(0)
+        for step in reversed(range(len(slopes))):
+            rest, source = coming.pop(), hidden.unsqueeze(2)
+            if reach:
+                cell = torch.addcmul(cell, hidden, reach[step])
+                if both:
+                    cell[1].addcmul_(hidden[0], reach_bends[step])
+                source = torch.cat((cell.unsqueeze(2).expand(-1, -1, 3, -1), source), 2)
+                cell = cell * kept[step]
+            elif kept:
+                rest = torch.addcmul(rest, hidden, kept[step])
+            at_gates = slopes[step] * source
             if both:
-                cell[1].addcmul_(hidden[0], reach_bends[step])
-            source = torch.cat((cell.unsqueeze(2).expand(-1, -1, 3, -1), source), 2)
-        at_gates = slopes[step] * source
-        if both:
-            at_gates[1].addcmul_(bends[step], source[0])
-        found.append(at_gates)
-        rest = coming.pop()
-        if reach:
-            cell = cell * kept[step]
-        elif kept:
-            rest = torch.addcmul(rest, hidden, kept[step])
-        hidden = torch.baddbmm(rest, at_gates[:, :, :used].flatten(2), weight)
-    return torch.stack(found[::-1], 1), [hidden, cell][: len(ends)]
+                at_gates[1].addcmul_(bends[step], source[0])
+            if found is None:
+                found = at_gates.new_empty((len(at_gates[rows]), len(tape.before), *at_gates.shape[1:]))
+            found[:, part.start + step] = at_gates[rows]
+            hidden = torch.baddbmm(rest, at_gates[:, :, :used].flatten(2), weight)
+    return found, [hidden, cell][: len(ends)]
+
+
+def _some_at_once(tape: Tape) -> Iterator[slice]:
+    """The steps in parts, the last first, whose derivatives stay in a processor's cache."""
+    count = max(_CACHED // tape.before[0].numel(), 1)
+    for end in range(len(tape.before), 0, -count):
+        yield slice(max(end - count, 0), end)
 
 
 def _of_input(at_gates: Tensor, tape: Tape) -> Tensor:
@@ -249,7 +290,7 @@ def _summed(at_gates: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
 
 def _squared_apart(at_gates: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     """Σ_examples (Σ_steps g x)², Σ_examples (Σ_steps g)²."""
-    g, x = at_gates[0].transpose(0, 1), x.transpose(0, 1)
+    g, x = at_gates[-1].transpose(0, 1), x.transpose(0, 1)
     count = max(_ELEMENTS // max(g.shape[-1] * x.shape[-1], 1), 1)
     total = g.new_zeros(g.shape[-1], x.shape[-1])
     for part, own in zip(g.split(count), x.split(count), strict=True):
@@ -306,12 +347,14 @@ class Recurrent(Rule):
             for direction, (tape, backward) in enumerate(zip(tapes[depth], layers.backward, strict=True)):
                 index = depth * directions + direction
                 own = _turned(y[..., direction * units : (direction + 1) * units], backward)
-                at_gates, states[index] = _back(tape, own, [rows[:, index] for rows in each], powers)
+                at_gates, states[index] = _back(tape, own, [rows[:, index] for rows in each], powers, every=depth > 0)
                 of_x, of_h = _of_input(at_gates, tape), _of_hidden(at_gates, tape)
                 (w_x, b_x), (w_h, b_h) = leave(of_x, tape.x), leave(of_h, tape.before)
                 weights[index] = [w_x, w_h, b_x, b_h]
                 if depth or wanted[0] is not None:
-                    onto = (of_x.flatten(1, 2) @ _rows(tape.weights[0], powers)).unflatten(1, (steps, examples))
+                    onto = (of_x.flatten(1, 2) @ _rows(tape.weights[0], powers)[-len(of_x) :]).unflatten(
+                        1, (steps, examples)
+                    )
                     below = _turned(onto, backward) if below is None else below + _turned(onto, backward)
             if below is not None:
                 y = below
