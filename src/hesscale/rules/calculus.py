@@ -123,8 +123,8 @@ def _swept(nodes: Sequence[Any], arrived: dict[Edge, Tensor]) -> dict[Edge, Tens
         for (child, nr), moved in zip(node.next_functions, pull(node, *grads), strict=True):
             if child is not None and moved is not None:
                 output = child._input_metadata[nr]
-                moved = reduced(moved.to(output.dtype), torch.Size(output.shape))
-                arrived[child, nr] = moved if (child, nr) not in arrived else arrived[child, nr] + moved
+                own = moved.to(output.dtype).sum_to_size(torch.Size(output.shape))
+                arrived[child, nr] = own if (child, nr) not in arrived else arrived[child, nr] + own
     return arrived
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -34,8 +34,7 @@ _CACHED = 2**15
 
 
 def _four(weights: Weights) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    w_x, w_h, *biases = weights
-    return (w_x, w_h, *biases) if len(biases) == 2 else (w_x, w_h, None, None)
+    return (*weights, None, None)[:4]  # type: ignore[return-value]
 
 
 class Gates(NamedTuple):
@@ -74,7 +73,7 @@ def _lstm_parts(x: Tensor, before: Tensor, after: Tensor, start: State, weights:
 def _lstm_gates(gates: Tensor, before: Tensor, cell: Tensor) -> Gates:
     entry, forget, content, leave = gates.unbind(2)
     seen = torch.tanh(cell)
-    slopes = torch.addcmul(gates, gates, gates, value=-1)  # σ' = σ − σ², but tanh' = 1 − tanh²
+    slopes = (1 - gates).mul_(gates)  # σ' = σ(1 − σ), but tanh' = 1 − tanh²
     slopes[:, :, 2] = 1 - content * content
     ratios = 1 - 2 * gates  # σ''/σ', but tanh''/tanh' = −2 tanh
     ratios[:, :, 2] -= 1
@@ -137,13 +136,14 @@ class Cell(NamedTuple):
     step: Callable[[Tensor, Tensor, State], State]
     parts: Callable[[Tensor, Tensor, Tensor, State, Weights], State]  # what is kept of all steps, hidden states known
     gates: Callable[..., Gates]  # of some steps, from their parts
+    width: int  # how many gates
 
 
 _CELLS = (  # by the mode of mkldnn and cuDNN
-    Cell(lambda from_x, from_h, state: (torch.relu(from_x + from_h),), _after, _relu_gates),
-    Cell(lambda from_x, from_h, state: (torch.tanh(from_x + from_h),), _after, _tanh_gates),
-    Cell(_lstm_step, _lstm_parts, _lstm_gates),
-    Cell(_gru_step, _gru_parts, _gru_gates),
+    Cell(lambda from_x, from_h, state: (torch.relu(from_x + from_h),), _after, _relu_gates, 1),
+    Cell(lambda from_x, from_h, state: (torch.tanh(from_x + from_h),), _after, _tanh_gates, 1),
+    Cell(_lstm_step, _lstm_parts, _lstm_gates, 4),
+    Cell(_gru_step, _gru_parts, _gru_gates, 4),
 )
 
 
@@ -173,7 +173,7 @@ class Tape(NamedTuple):
     after: Tensor
     weights: Weights
     parts: State
-    gates: Callable[..., Gates]
+    cell: Cell
 
 
 def _tapes(layers: Layers) -> list[list[Tape]]:
@@ -198,7 +198,7 @@ def _tape(layers: Layers, x: Tensor, index: int) -> Tape:
     x = _turned(x, backward)
     after = _states(cell, x, start, weights) if layers.outputs is None else _turned(layers.outputs, backward)
     before = torch.cat((start[0].unsqueeze(0), after[:-1]))
-    return Tape(x, before, after, weights, cell.parts(x, before, after, start, weights), cell.gates)
+    return Tape(x, before, after, weights, cell.parts(x, before, after, start, weights), cell)
 
 
 def _states(cell: Cell, x: Tensor, state: State, weights: Weights) -> Tensor:
@@ -216,10 +216,7 @@ Powers = tuple[int, ...]
 
 
 def _rows(x: Tensor, powers: Powers) -> Tensor:
-    rows = x.new_empty((len(powers), *x.shape))
-    for row, power in zip(rows, powers, strict=True):
-        torch.pow(x, power, out=row)
-    return rows
+    return torch.stack([x if power == 1 else x * x for power in powers])
 
 
 def _back(tape: Tape, y: Tensor, ends: Sequence[Tensor], powers: Powers, *, every: bool) -> tuple[Tensor, list[Tensor]]:
@@ -231,10 +228,11 @@ def _back(tape: Tape, y: Tensor, ends: Sequence[Tensor], powers: Powers, *, ever
     used = len(tape.weights[1]) // tape.before.shape[-1]  # gates that read the hidden state
     coming = [torch.zeros_like(ends[0]), *y.unbind(1)]
     hidden, cell = ends[0] + coming.pop(), ends[-1]
-    rows = slice(None) if every else slice(-1, None)
-    found: Tensor | None = None
+    found = hidden.new_empty(
+        (len(powers) if every else 1, *tape.before.shape[:2], tape.cell.width, tape.before.shape[2])
+    )
     for part in _some_at_once(tape):
-        gates = tape.gates(*(whole[part] for whole in tape.parts))
+        gates = tape.cell.gates(*(whole[part] for whole in tape.parts))
         slopes, bends = _rows(gates.slopes, powers).unbind(1), gates.bends.unbind(0)
         kept = [] if gates.kept is None else _rows(gates.kept, powers).unbind(1)
         reach = [] if gates.reach is None else _rows(gates.reach[0], powers).unbind(1)
@@ -252,16 +250,14 @@ def _back(tape: Tape, y: Tensor, ends: Sequence[Tensor], powers: Powers, *, ever
             at_gates = slopes[step] * source
             if both:
                 at_gates[1].addcmul_(bends[step], source[0])
-            if found is None:
-                found = at_gates.new_empty((len(at_gates[rows]), len(tape.before), *at_gates.shape[1:]))
-            found[:, part.start + step] = at_gates[rows]
+            found[:, part.start + step] = at_gates[-len(found) :]
             hidden = torch.baddbmm(rest, at_gates[:, :, :used].flatten(2), weight)
     return found, [hidden, cell][: len(ends)]
 
 
 def _some_at_once(tape: Tape) -> Iterator[slice]:
     """The steps in parts, the last first, whose derivatives stay in a processor's cache."""
-    count = max(_CACHED // tape.before[0].numel(), 1)
+    count = max(_CACHED // max(tape.before[0].numel(), 1), 1)
     for end in range(len(tape.before), 0, -count):
         yield slice(max(end - count, 0), end)
 
@@ -340,28 +336,23 @@ class Recurrent(Rule):
         ]
         weights: list[list[Tensor]] = [[]] * count
         states: list[list[Tensor]] = [[]] * count
-        below: Tensor | None = None
         tapes = _tapes(layers)
         for depth in reversed(range(len(tapes))):
-            below = None
+            below: list[Tensor] = []
             for direction, (tape, backward) in enumerate(zip(tapes[depth], layers.backward, strict=True)):
                 index = depth * directions + direction
                 own = _turned(y[..., direction * units : (direction + 1) * units], backward)
                 at_gates, states[index] = _back(tape, own, [rows[:, index] for rows in each], powers, every=depth > 0)
                 of_x, of_h = _of_input(at_gates, tape), _of_hidden(at_gates, tape)
                 (w_x, b_x), (w_h, b_h) = leave(of_x, tape.x), leave(of_h, tape.before)
-                weights[index] = [w_x, w_h, b_x, b_h]
+                weights[index] = [w_x, w_h, b_x, b_h][: layers.slots]
                 if depth or wanted[0] is not None:
-                    onto = (of_x.flatten(1, 2) @ _rows(tape.weights[0], powers)[-len(of_x) :]).unflatten(
-                        1, (steps, examples)
-                    )
-                    below = _turned(onto, backward) if below is None else below + _turned(onto, backward)
-            if below is not None:
-                y = below
-        x = None if below is None else below[-1].transpose(0, 1) if turned else below[-1]
+                    weight = _rows(tape.weights[0], powers)[-len(of_x) :]
+                    below.append(_turned((of_x.flatten(1, 2) @ weight).unflatten(1, (steps, examples)), backward))
+            y = sum(below[1:], below[0]) if below else y
+        x = None if wanted[0] is None else y[-1].transpose(0, 1) if turned else y[-1]
         firsts = [torch.stack([rows[-1] for rows in kind]) for kind in zip(*states, strict=True)]
-        found = [x, *(tensor for own in weights for tensor in own[: layers.slots]), *firsts]
-        pairs = zip_longest(found, wanted)
+        pairs = zip_longest([x, *chain.from_iterable(weights), *firsts], wanted)
         return [None if shape is None or entry is None else entry.reshape(shape) for entry, shape in pairs]
 
     def is_linear(self, wanted: Sequence[torch.Size | None]) -> bool:
