@@ -189,3 +189,22 @@ def test_gauss_newton_keeps_the_residual_of_a_whole_loss() -> None:
 
     _, found = hesscale.diagonal(loss(), [mean, raw], method="hesscale_gn")
     assert_close(found, exact_diagonal(loss(), raw)[0])
+
+
+def test_hooks_on_what_an_expression_reads_see_its_gradient_alone() -> None:
+    """Also where one input was computed from another, as in a highway gate."""
+    x, w = leaf(4, 4), leaf(4, 4, seed=1)
+
+    def highway(h: Tensor) -> Tensor:
+        n = h @ w
+        return (h * torch.sigmoid(h) * n + n * torch.sigmoid(n) * h).square().sum()
+
+    seen: list[Tensor] = []
+    h = x.tanh()
+    h.retain_grad()
+    h.register_hook(seen.append)
+    hesscale.backward(highway(h))
+    cut = h.detach().requires_grad_()
+    (expected,) = torch.autograd.grad(highway(cut), cut)
+    assert len(seen) == 1
+    assert_close([seen[0], h.grad], [expected, expected])
