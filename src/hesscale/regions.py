@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .graph import Edge, Graph, Link
+from .graph import Graph, Link
 from .rules.calculus import View, added, differentiate, pull
 from .rules.families import Rule
 from .wiring import Wiring
@@ -140,29 +140,26 @@ def region_curvatures(
     first = _pull_back(region, graph, torch.ones_like(seed), half)
     with torch.enable_grad():
         weighted = {} if g is None else _pull_back(region, graph, g, half)
-    sources = [graph.edge(link) for link in region.sources]
-    nodes = [graph.nodes[place] for place in region.places]
-    behind = {child for node in nodes for child, _ in node.next_functions if child is not None} - {*nodes}
-    sink = nodes[0]
-    inside = (edge for edge in first if edge not in sources and edge[0] is not sink and graph.link(edge) in also)
+    links = {link for place in region.places for link in graph.rows[place][2] if link is not None}
+    behind = [graph.nodes[place] for place, _ in links if place not in region.places]
+    inside = (link for link in first.keys() & also if link[0] in region.places[1:])
     results: list[tuple[Link, Tensor | None]] = []
-    for edge in (*sources, *inside):
-        transport = None if s is None or edge not in first else s * first[edge].square()
-        bend = differentiate(weighted.get(edge), edge, fixed=behind)
-        results.append((graph.link(edge), added(transport, bend)))
+    for link in (*region.sources, *inside):
+        transport = None if s is None or link not in first else s * first[link].square()
+        bend = differentiate(weighted.get(link), graph.edge(link), fixed=behind)
+        results.append((link, added(transport, bend)))
     return results
 
 
-def _pull_back(region: Region, graph: Graph, grad: Tensor, half: Set[int]) -> dict[Edge, Tensor]:
+def _pull_back(region: Region, graph: Graph, grad: Tensor, half: Set[int]) -> dict[Link, Tensor]:
     """d(Σ grad·y) at every edge of the region."""
-    arrived: dict[Edge, Tensor] = {(graph.nodes[region.places[0]], 0): grad}
+    arrived: dict[Link, Tensor] = {(region.places[0], 0): grad}
     for place in region.places:
-        node = graph.nodes[place]
-        if (node, 0) not in arrived:
+        own = arrived.get((place, 0))
+        if own is None:
             continue
-        seen = View(node) if place in half else node
-        for (child, nr), pulled in zip(node.next_functions, pull(seen, arrived[node, 0]), strict=True):
-            if child is not None and pulled is not None:
-                edge = (child, nr)
-                arrived[edge] = arrived[edge] + pulled if edge in arrived else pulled
+        node = graph.nodes[place]
+        for link, pulled in zip(graph.rows[place][2], pull(View(node) if place in half else node, own), strict=True):
+            if link is not None and pulled is not None:
+                arrived[link] = arrived[link] + pulled if link in arrived else pulled
     return arrived
