@@ -121,9 +121,21 @@ def deep(depth: int, x: Tensor, w: Tensor) -> Tensor:
     return h.square().sum()
 
 
+def deep_slices(depth: int, x: Tensor, w: Tensor) -> Tensor:
+    """In-place operations on slices, which a node hides."""
+    h = x
+    for _ in range(depth):
+        h = h @ w
+        h[:, :2].tanh_()
+    return h.square().sum()
+
+
 @pytest.mark.parametrize("call", ["backward", "diagonal"])
-def test_a_region_is_walked_by_its_own_nodes(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever lies behind it: no run of torch's engine prepares that, and no node of it is called or looked at."""
+@pytest.mark.parametrize("deep", [deep, deep_slices])
+def test_second_derivatives_visit_their_own_nodes(
+    deep: Callable[[int, Tensor, Tensor], Tensor], call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever lies behind them: no run of torch's engine prepares that, and no node of it is called or looked at."""
     called, seen, originals = [0], [0], (calculus.call, calculus._between)
 
     def counted_call(node: Any, grads: Any) -> Any:
