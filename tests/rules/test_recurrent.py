@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -198,6 +199,22 @@ def test_examples_of_a_fused_layer_are_squared_in_parts(monkeypatch: pytest.Monk
         each = [total + gradient.square() for total, gradient in zip(each, gradients, strict=True)]
     torch.testing.assert_close(tuple(whole), tuple(each), rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(tuple(parts), tuple(each), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_a_pass_can_be_traced(kind: Any) -> None:
+    """Through a fused layer, and through steps with regions."""
+    torch.manual_seed(0)
+    layer = kind(4, 5)
+    names = [name for name, _ in layer.named_parameters()]
+
+    def run(x: Tensor, *weights: Tensor) -> tuple[Tensor | None, ...]:
+        outputs, _ = torch.func.functional_call(layer, dict(zip(names, weights, strict=True)), (x,))
+        return hesscale.diagonal((outputs * torch.sigmoid(outputs * outputs)).mean(), weights)
+
+    x, other = torch.randn(6, 3, 4), torch.randn(6, 3, 4)
+    traced = make_fx(run, tracing_mode="fake")(x, *layer.parameters())
+    torch.testing.assert_close(traced(other, *layer.parameters()), run(other, *layer.parameters()))
 
 
 def test_a_fused_layer_inside_a_checkpoint() -> None:
