@@ -75,7 +75,7 @@ def _lstm_gates(gates: Tensor, before: Tensor, cell: Tensor) -> Gates:
     seen = torch.tanh(cell)
     slopes = (1 - gates).mul_(gates)  # σ' = σ(1 − σ), but tanh' = 1 − tanh²
     slopes[:, :, 2] = 1 - content * content
-    ratios = 1 - 2 * gates  # σ''/σ', but tanh''/tanh' = −2 tanh
+    ratios = torch.rsub(gates, 1, alpha=2)  # σ''/σ' = 1 − 2σ, but tanh''/tanh' = −2 tanh
     ratios[:, :, 2] -= 1
     for index, factor in enumerate((content, before, entry, seen)):
         slopes[:, :, index] *= factor
