@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Final, final
+from typing import Any, Final, TypeVar, final
 
 import torch
 from torch import Tensor
@@ -50,6 +50,8 @@ Link = tuple[int, int]
 
 Row = tuple[str, type, tuple[Link | None, ...], tuple[tuple[tuple[int, ...], torch.dtype, torch.device], ...]]
 """All there is to know of a node without the node: name, class, inputs, and shape, dtype and device of each output."""
+
+Result = TypeVar("Result")
 
 LOW_PRECISION: Final = frozenset((torch.bfloat16, torch.float16))
 LEAF = "torch::autograd::AccumulateGrad"
@@ -265,11 +267,6 @@ class _Nested(threading.local):
 NESTED: Final = _Nested()
 
 
-def nested_gradient(y: Tensor, edge: Edge, weights: Tensor) -> Tensor | None:
-    """d(Σ weights·y)/d(edge) by torch's engine, within a running pass; None if y does not depend on it."""
-    return nested_gradients([edge_of(y)], [edge], [weights])[0]
-
-
 def nested_gradients(
     outputs: Sequence[Edge], inputs: Sequence[Edge], weights: Sequence[Tensor], *, batched: bool = False
 ) -> tuple[Tensor | None, ...]:
@@ -291,6 +288,26 @@ def nested_gradients(
             )
     finally:
         NESTED.depth -= 1
+
+
+def in_own_run(action: Callable[[], Result], like: Tensor) -> Result:
+    """What ``action`` returns, within a run of torch's engine over one node.
+
+    Nodes that are called by hand give the gradients of all their inputs there; else they leave out those that the
+    running pass has not asked for, and it knows no node that was made since it began.
+    """
+    found: list[Result] = []
+    with torch.enable_grad():
+        y = like.new_zeros((), requires_grad=True).clone()
+    assert y.grad_fn is not None
+    y.grad_fn.register_prehook(lambda grads: found.append(action()))
+    NESTED.depth += 1
+    try:
+        with same_recomputation():
+            torch_backward(y)
+    finally:
+        NESTED.depth -= 1
+    return found[0]
 
 
 @cache

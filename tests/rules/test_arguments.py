@@ -14,7 +14,7 @@ import hesscale
 from hesscale import Bilinear, Coupled, Elementwise, Selection
 from hesscale.estimators import ESTIMATORS
 from hesscale.rules import registered
-from hesscale.rules.families import Rebuilt, Rule
+from hesscale.rules.families import Rule
 from hesscale.testing import exact_diagonal
 
 from .case import constant, randn
@@ -63,11 +63,6 @@ def reversing(x: Tensor) -> Tensor:
     return -0.5 * x + 1.5 * x.detach()
 
 
-def rebuilt(node: Any) -> Any:
-    leaf = torch.zeros(3, 4, dtype=torch.float64, requires_grad=True)
-    return [-node.factor * leaf], [leaf]
-
-
 def power_slopes(node: Any) -> Any:
     (x,) = node.saved_tensors
     return node.p * x ** (node.p - 1), node.p * (node.p - 1) * x ** (node.p - 2)
@@ -100,7 +95,6 @@ OF_REVERSE: dict[str, Rule] = {
     "Bilinear": Bilinear(lambda node, s, wanted: (node.factor**2 * s,), ()),
     "Coupled": Coupled(lambda node, s, g: None if s is None else node.factor**2 * s, linear=True),
     "Coupled, a tuple": Coupled(lambda node, s, g: (None if s is None else node.factor**2 * s,), linear=True),
-    "Rebuilt": Rebuilt(rebuilt),
     "own": Scaled(),
 }
 OF_POWER: dict[str, Rule] = {

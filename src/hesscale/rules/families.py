@@ -365,24 +365,6 @@ class Coupled(Rule):
         return self.linear
 
 
-@dataclass(frozen=True)
-class Rebuilt(Rule):
-    """A fused kernel of many steps: the steps are computed again, and curvature walks back over them.
-
-    ``rebuild(node)`` returns the outputs as functions of fresh leaves, and those leaves, one per input of the node
-    (None where there is none). What is dropped is what is dropped when a model is written in these steps.
-    """
-
-    rebuild: Callable[[Any], tuple[Sequence[Tensor], Sequence[Tensor | None]]]
-    exact: bool = False
-
-    def __call__(self, node: Any, s: Curvatures, g: Curvatures, wanted: Sequence[torch.Size | None]) -> Curvatures:
-        raise TypeError("a rebuilt node is walked, not called")  # walk.py does that
-
-    def is_linear(self, wanted: Sequence[torch.Size | None]) -> bool:
-        return False
-
-
 def signed(dim: int) -> int:
     """A saved dimension as written by the user: nodes hand negative ones over as unsigned 64-bit numbers."""
     return dim - 2**64 if dim >= 2**63 else dim
