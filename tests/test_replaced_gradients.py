@@ -235,7 +235,7 @@ def test_nor_does_a_step_of_a_parameter_that_nothing_reaches_again(clear: Any, f
         clear(p)
     optimizer.backward(bowl(u))
     optimizer.step()
-    assert v not in optimizer.state or not optimizer.state[v]["exp_curvature"].any()
+    assert v not in optimizer.state or not optimizer.state[v]["mean_curvature"].any()
 
 
 def test_what_is_written_by_hand_is_left_to_who_wrote_it() -> None:

@@ -1,7 +1,7 @@
 """Where curvature is kept: in ``p.curvature``, for as long as the gradient it belongs to has not been cleared.
 
-A pass adds to what is there, as torch adds to ``p.grad``. Curvature starts afresh once the gradient was set to None or to
-zero (though not through ``.data``, which torch does not count), also where a plain backward pass fills it again; not
+A pass adds to what is there, as torch adds to ``p.grad``. Curvature starts afresh once the gradient was set to None or
+to zero (though not through ``.data``, which torch does not count), also where a plain backward pass fills it again; not
 where the gradient is scaled, moved or replaced. What was written into ``p.curvature`` by hand is left to who wrote it,
 until the next pass of ours.
 """
