@@ -1,4 +1,4 @@
-"""Accelerate and Lightning accumulate, clip and clear gradients in ways of their own; steps are those of a plain loop."""
+"""Accelerate and Lightning accumulate, clip and clear gradients each in its way: steps are those of a plain loop."""
 
 import importlib.util
 import os

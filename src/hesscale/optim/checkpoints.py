@@ -61,13 +61,8 @@ def _translated(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def today(state: Mapping[str, Any], scale: str) -> dict[str, Any]:
-    """The state of a parameter as it is kept today, with a step that is a tensor, and roots where it has squares.
-
-    A square that had overflown becomes the largest one.
-    """
+    """The state of a parameter as it is kept today: a root in place of a square, the largest one where that was inf."""
     found = dict(state)
-    if "step" in found:
-        found["step"] = torch.as_tensor(found["step"], dtype=torch.float32)
     if "exp_curvature" in found:
         v: Tensor = found.pop("exp_curvature")
         found["mean_curvature"] = v.clamp(max=torch.finfo(v.dtype).max).sqrt() if scale == "rms" else v

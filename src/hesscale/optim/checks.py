@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,6 +38,8 @@ def refuse_bad_options(group: Mapping[str, Any], *, first: Mapping[str, Any]) ->
     every, bound, radius, scale = group["every"], group["bound"], group["trust_region"], group["scale"]
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ValueError(f"lr as a tensor must have one element, not shape {tuple(lr.shape)}")
+    if not isinstance(betas, Sequence) or len(betas) != 2:
+        raise ValueError(f"betas must be two numbers, for the gradient's average and for that of curvature: {betas}")
     rows = (
         (lr >= 0.0, f"lr must not be negative: {lr}"),
         (eps >= 0.0, f"eps must not be negative: {eps}"),

@@ -163,7 +163,7 @@ def _move_freely(slot: Slot) -> None:
     """p ← p − u without a bound, with torch's own rounding in Adam."""
     denominator, m, step_size = _average_and_denominator(slot), _kept(slot.m), slot.factors.step_size
     if isinstance(step_size, Tensor):  # addcdiv_ takes no tensor as its value
-        slot.p.addcdiv_(m, denominator / -step_size)
+        slot.p.addcdiv_(m * -step_size, denominator)
     else:
         slot.p.addcdiv_(m, denominator, value=-step_size)
 
@@ -214,8 +214,7 @@ class Foreach(Form):
             denominators = _denominators(alike)
             sizes: Any = [-slot.factors.step_size for slot in alike]
             if isinstance(sizes[0], Tensor):
-                torch._foreach_div_(denominators, sizes)
-                torch._foreach_addcdiv_(p, m, denominators)
+                torch._foreach_addcdiv_(p, torch._foreach_mul(m, sizes), denominators)
             else:
                 torch._foreach_addcdiv_(p, m, denominators, sizes)
 
