@@ -7,6 +7,7 @@ at the end of that pass.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, Protocol
 from weakref import WeakSet
@@ -59,6 +60,34 @@ def synchronize(optimizer: Optimizer, model: nn.Module, *, group: Any = None) ->
     optimizer.register_curvature_hook(lambda it: average_curvature(_trainable(it), group))
 
 
+def separate(optimizer: Optimizer) -> None:
+    """Says that no other process trains a copy of this optimizer's model: its curvature is left as it is.
+
+    Needed where that cannot be seen: a model that is in no DDP or FSDP wrapper beside one that is, such as a local
+    critic beside a shared actor, is taken to be separate anyway.
+
+    >>> model = nn.Linear(4, 3)  # one of several independent learners in one process group
+    >>> optimizer = hesscale.AdaHesScale(model.parameters(), lr=1e-3)
+    >>> hesscale.distributed.separate(optimizer)
+    """
+    optimizer.register_curvature_hook(lambda _: None)
+
+
+def process_count(group: Any = None) -> int:
+    """How many processes there are in a group, by default in all; 1 without process groups."""
+    return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
+
+
+def looks_separate(params: Iterable[Tensor]) -> bool:
+    """Whether models are shared with other processes here, and these parameters belong to none of them."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    kinds = (nn.parallel.DistributedDataParallel, FullyShardedDataParallel)
+    shared = [*sharded_modules(), *(it for it in gc.get_objects() if issubclass(type(it), kinds))]
+    known = {id(p) for module in shared for p in module.parameters()}
+    return bool(shared) and not any(id(p) in known or hasattr(p, "to_local") for p in params)
+
+
 def average_curvature(params: Iterable[Tensor], group: Any = None) -> None:
     """Replaces ``p.curvature`` by its average over the processes of ``group``, zero where a process has none.
 
@@ -72,7 +101,7 @@ def average_curvature(params: Iterable[Tensor], group: Any = None) -> None:
     tensor([ 6., 12.])
     """
     params = list(params)
-    count = dist.get_world_size(group) if dist.is_initialized() else 1
+    count = process_count(group)
     if count == 1 or not params:
         return
     known = torch.tensor([float(_curvature(p) is not None) for p in params], device=params[0].device)

@@ -42,7 +42,7 @@ def drop_if_cleared(leaf: Any) -> None:
             leaf.curvature = None
 
 
-@unserializable_hook
+@unserializable_hook  # type: ignore[untyped-decorator]
 def before_accumulation(_: Tensor) -> None:
     """A hook of leaves, which runs in every backward pass: the last moment to see that a gradient was cleared."""
     node: Any = running_node()

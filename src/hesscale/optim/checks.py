@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..distributed import looks_separate
 from ..graph import LOW_PRECISION, wide
 from .sources import Source
 from .updates import SCALES, Place, Slot, is_zero
@@ -28,7 +29,8 @@ _ZERO_CURVATURE = (
 )
 _ALONE = (
     "{count} processes are training, and each would scale by its own curvature, so that copies of the model drift "
-    "apart: call hesscale.distributed.synchronize(optimizer, model) once before training"
+    "apart: call hesscale.distributed.synchronize(optimizer, model) once before training, or "
+    "hesscale.distributed.separate(optimizer) if each trains a model of its own"
 )
 
 
@@ -63,12 +65,10 @@ def refuse_bad_options(group: Mapping[str, Any], *, first: Mapping[str, Any]) ->
             raise ValueError(message)
 
 
-def refuse_alone() -> None:
-    """RuntimeError where several processes train; for an optimizer that nothing gives the others' curvature."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        count = torch.distributed.get_world_size()
-        if count > 1:
-            raise RuntimeError(_ALONE.format(count=count))
+def refuse_alone(params: Iterable[Tensor], processes: int) -> None:
+    """RuntimeError where several processes may train this model, whose optimizer nothing gives their curvature."""
+    if not looks_separate(params):
+        raise RuntimeError(_ALONE.format(count=processes))
 
 
 def name_of(place: Place) -> str:

@@ -164,8 +164,10 @@ class ReadsCurvature(Optimizer):
 
     def _run_curvature_hooks(self) -> None:
         if self.curvature_due:
-            if not self._curvature_hooks and not self._is_sharded:
-                checks.refuse_alone()
+            count = distributed.process_count()
+            if count > 1 and not self._curvature_hooks and not self._is_sharded:
+                checks.refuse_alone(self._trainable(), count)
+                distributed.separate(self)  # found out once
             for hook in self._curvature_hooks:
                 hook(self)
 
