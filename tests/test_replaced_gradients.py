@@ -226,8 +226,8 @@ def test_no_step_takes_the_curvature_of_a_gradient_that_was_cleared(clear: Any, 
 
 
 @pytest.mark.parametrize("clear", CLEARING)
-@pytest.mark.parametrize("fused", [True, False])
-def test_nor_does_a_step_of_a_parameter_that_nothing_reaches_again(clear: Any, fused: bool) -> None:
+@pytest.mark.parametrize("fused", [None, False])
+def test_nor_does_a_step_of_a_parameter_that_nothing_reaches_again(clear: Any, fused: bool | None) -> None:
     u, v = nn.Parameter(random(2, 3)), nn.Parameter(random(2, 3))
     optimizer = hesscale.AdaHesScale([u, v], fused=fused)
     optimizer.backward(bowl(u) + 1e6 * bowl(v))

@@ -157,8 +157,9 @@ class Step:
         self._programs.move_to_end(kind)
         inputs = call.inputs
         _refuse_shared(inputs, program)
-        for leaf in call.leaves:
-            leaves.drop_if_cleared(leaf)  # its memory may serve again
+        for leaf, is_reached in zip(call.leaves, program.result.reached, strict=True):
+            if is_reached:
+                leaves.drop_if_cleared(leaf)  # its memory may serve again
         with plain_mode(), _memory_of(inputs):
             tensors = program.run(*inputs)
             return self._written(program, call, tensors, kind.computed.method)
