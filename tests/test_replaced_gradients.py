@@ -270,6 +270,28 @@ def test_a_model_whose_parameters_are_swapped_can_be_moved_after_a_pass() -> Non
     assert all(p.curvature is None for p in model.parameters())
 
 
+def test_what_was_changed_by_hand_is_added_to() -> None:
+    w = nn.Parameter(random(2, 3))
+    once = [hesscale.diagonal(bowl(w, seed), w)[0] for seed in range(2)]
+    optimizer = hesscale.AdaHesScale([w])
+    optimizer.backward(bowl(w, 0))
+    w.curvature = w.curvature * 2
+    optimizer.backward(bowl(w, 1))
+    assert_close(w.curvature, 2 * once[0] + once[1])
+    optimizer.step()
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_an_ordinary_training_looks_into_no_gradient(monkeypatch: pytest.MonkeyPatch, set_to_none: bool) -> None:
+    """On a GPU each such look would wait for it."""
+    looks: list[int] = []
+    original = Tensor.any
+    monkeypatch.setattr(Tensor, "any", lambda it, *args: looks.append(1) or original(it, *args))
+    train(network(), set_to_none=set_to_none)
+    thrown_away = 6 * (not set_to_none)  # the one pass that no step has taken up
+    assert len(looks) == thrown_away
+
+
 def test_what_looks_for_cleared_gradients_is_in_no_copy() -> None:
     """Nor does torch warn that it is left out."""
     w = leaf(2, 3)

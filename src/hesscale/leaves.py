@@ -63,7 +63,7 @@ def add(leaf: Any, s: Tensor, *, method: str | None = None) -> None:
         old = None if leaf.grad is None else getattr(leaf, "curvature", None)
         if old is not None:
             before = getattr(old, "method", None)
-            method = method if before == method else f"{before} and {method}"
+            method = method if before in (None, method) else f"{before} and {method}"
             s = old.to(s).add_(s)  # the model may have moved
         set_curvature(leaf, s, method)
 
