@@ -73,11 +73,6 @@ def separate(optimizer: Optimizer) -> None:
     optimizer.register_curvature_hook(lambda _: None)
 
 
-def process_count(group: Any = None) -> int:
-    """How many processes there are in a group, by default in all; 1 without process groups."""
-    return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
-
-
 def looks_separate(params: Iterable[Tensor]) -> bool:
     """Whether models are shared with other processes here, and these parameters belong to none of them."""
     from torch.distributed.fsdp import FullyShardedDataParallel
@@ -101,7 +96,7 @@ def average_curvature(params: Iterable[Tensor], group: Any = None) -> None:
     tensor([ 6., 12.])
     """
     params = list(params)
-    count = process_count(group)
+    count = dist.get_world_size(group) if dist.is_initialized() else 1
     if count == 1 or not params:
         return
     known = torch.tensor([float(_curvature(p) is not None) for p in params], device=params[0].device)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..distributed import looks_separate
+from ..distributed import Optimizer, looks_separate, separate
 from ..graph import LOW_PRECISION, wide
 from .sources import Source
 from .updates import SCALES, Place, Slot, is_zero
@@ -65,10 +65,15 @@ def refuse_bad_options(group: Mapping[str, Any], *, first: Mapping[str, Any]) ->
             raise ValueError(message)
 
 
-def refuse_alone(params: Iterable[Tensor], processes: int) -> None:
-    """RuntimeError where several processes may train this model, whose optimizer nothing gives their curvature."""
-    if not looks_separate(params):
-        raise RuntimeError(_ALONE.format(count=processes))
+def refuse_alone(optimizer: Optimizer) -> None:
+    """RuntimeError where several processes may train this model, and nothing gives it the others' curvature."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return
+    count = torch.distributed.get_world_size()
+    if count > 1 and not looks_separate(p for group in optimizer.param_groups for p in group["params"]):
+        raise RuntimeError(_ALONE.format(count=count))
+    if count > 1:
+        separate(optimizer)  # found out once
 
 
 def name_of(place: Place) -> str:

@@ -164,10 +164,8 @@ class ReadsCurvature(Optimizer):
 
     def _run_curvature_hooks(self) -> None:
         if self.curvature_due:
-            count = distributed.process_count()
-            if count > 1 and not self._curvature_hooks and not self._is_sharded:
-                checks.refuse_alone(self._trainable(), count)
-                distributed.separate(self)  # found out once
+            if not self._curvature_hooks and not self._is_sharded:
+                checks.refuse_alone(self)
             for hook in self._curvature_hooks:
                 hook(self)
 
