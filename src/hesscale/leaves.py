@@ -37,9 +37,10 @@ def is_cleared(leaf: Tensor) -> bool:
 
 def drop_if_cleared(leaf: Any) -> None:
     """Sets ``p.curvature`` to None if the gradient it belongs to has been cleared."""
-    with _LOCK:
-        if getattr(leaf, "curvature", None) is not None and is_cleared(leaf):
-            leaf.curvature = None
+    if getattr(leaf, "curvature", None) is not None:
+        with _LOCK:
+            if is_cleared(leaf):
+                leaf.curvature = None
 
 
 @unserializable_hook  # type: ignore[untyped-decorator]
