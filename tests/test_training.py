@@ -199,4 +199,4 @@ def test_compiled_models_take_turns_with_their_originals() -> None:
             F.cross_entropy(compiled(x), y).backward()
         else:
             hesscale.backward(F.cross_entropy(compiled._orig_mod(x), y))
-    assert all(torch.isfinite(c).all() for c in curvatures(model))
+            assert all(torch.isfinite(c).all() for c in curvatures(model))

@@ -37,9 +37,9 @@ class Arrival(NamedTuple):
 
     leaf: Tensor
     link: Link  # where its curvature is going to wait
-    continues: bool  # its curvature so far belongs to its gradient so far
     grad: Tensor | None  # before the pass
     copy: Tensor | None  # of that, since torch adds to it in place
+    curvature: Tensor | None  # before the pass
 
 
 @final
@@ -153,8 +153,9 @@ class Walk:
 
     def _expect(self, leaf: Tensor, link: Link) -> None:
         grad = leaf.grad
-        continues, copy = (False, None) if grad is None else (leaves.continues(leaf), grad.detach().clone())
-        self._arrivals.append(Arrival(leaf, link, continues, grad, copy))
+        copy = None if grad is None else grad.detach().clone()
+        self._arrivals.append(Arrival(leaf, link, grad, copy, getattr(leaf, "curvature", None)))
+        leaves.drop_if_cleared(leaf)
 
     def _refuse_second(self) -> None:
         """Two walks in one backward would each see all of the gradient, but only their own curvature."""
@@ -169,24 +170,14 @@ class Walk:
     def _finish(self) -> None:
         """Writes ``p.curvature`` wherever torch has written ``p.grad``."""
         taken = self._foreign_storages()
-        if self._arrivals:
-            leaves.clear_orphans()
         for arrival in self._arrivals:
             leaf, s = arrival.leaf, self._at(arrival.link)
             if s is not None or leaf.grad is not None:
-                to_old = arrival.continues and self._was_added_to(arrival)
-                leaves.add(leaf, leaves.owned(s, leaf, taken), to_old=to_old, method=self._plan.method.name)
+                leaves.add(leaf, leaves.owned(s, leaf, taken), method=self._plan.method.name)
         if self._plan.targets:
             _remove_all(self._handles)
         else:
             self._forget()
-
-    def _was_added_to(self, arrival: Arrival) -> bool:
-        """Whether torch has added to the gradient that was there; a hook may have cleared it in the meantime."""
-        leaf, before = arrival.leaf, arrival.grad
-        # elsewhere torch makes a new tensor of the sum
-        in_place = leaf.is_leaf and not self._is_recorded and before is not None and before.layout is torch.strided
-        return leaf.grad is before or not in_place
 
     def results(self, targets: Sequence[Tensor], are_reached: Sequence[bool]) -> tuple[Tensor | None, ...]:
         """The curvature at each target, zeros where none arrived, None where the target was not reached."""
@@ -218,12 +209,15 @@ class Walk:
         _remove_all(self._handles)
 
     def abort(self) -> None:
-        """Undoes what the pass has done so far: hooks and gradients (curvature is written at the end only)."""
+        """Undoes what the pass has done so far: hooks, gradients, and curvature that was dropped."""
         for arrival in self._arrivals:
             if arrival.grad is not None and arrival.copy is not None:
                 with torch.no_grad():
                     arrival.grad.copy_(arrival.copy)
-            arrival.leaf.grad = arrival.grad
+            leaf: Any = arrival.leaf
+            leaf.grad = arrival.grad
+            if arrival.curvature is not None:
+                leaf.curvature = arrival.curvature
         self.disarm()
         self._forget()
 

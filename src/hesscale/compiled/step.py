@@ -157,7 +157,9 @@ class Step:
         self._programs.move_to_end(kind)
         inputs = call.inputs
         _refuse_shared(inputs, program)
-        leaves.clear_orphans()  # whose memory may serve again
+        for leaf, is_reached in zip(call.leaves, program.result.reached, strict=True):
+            if is_reached:
+                leaves.drop_if_cleared(leaf)  # its memory may serve again
         with plain_mode(), _memory_of(inputs):
             tensors = program.run(*inputs)
             return self._written(program, call, tensors, kind.computed.method)
@@ -230,11 +232,9 @@ class Step:
         returned = [_own(t, taken, program.copies) for t in tensors[:count]]
         if program.copies:
             taken.update(map(storage_id, tensors))
-        before = [(leaf.grad, leaves.continues(leaf)) for leaf in reached]
         _accumulate(reached, grads, taken)
-        for leaf, s, (grad, continues) in zip(reached, curvatures, before, strict=False):
-            to_old = continues and leaf.grad is grad  # a hook may have cleared it
-            leaves.add(leaf, leaves.owned(s, leaf, taken), to_old=to_old, method=method)
+        for leaf, s in zip(reached, curvatures, strict=False):
+            leaves.add(leaf, leaves.owned(s, leaf, taken), method=method)
         return result.restored(returned)
 
 
@@ -251,7 +251,10 @@ def _own(tensor: Tensor, taken: set[int], copies: bool) -> Tensor:
 
 
 def _has_hooks(leaf: Tensor) -> bool:
-    return bool(getattr(leaf, "_backward_hooks", None) or getattr(leaf, "_post_accumulate_grad_hooks", None))
+    hooks = (getattr(leaf, "_backward_hooks", None) or {}).values()
+    return any(hook is not leaves.before_accumulation for hook in hooks) or bool(
+        getattr(leaf, "_post_accumulate_grad_hooks", None)
+    )
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from .. import distributed
+from .. import distributed, leaves
 from ..columns.dial import Rank
 from ..compiled import Step
 from ..compiled import compile as compile_step
@@ -69,6 +69,7 @@ class ReadsCurvature(Optimizer):
         """
         source = self._known_source()
         if self.curvature_due:
+            self.drop_cleared()
             with suspended():
                 source(loss, self._trainable(), retain_graph=retain_graph, **options)
         else:
@@ -80,7 +81,10 @@ class ReadsCurvature(Optimizer):
         As ``hesscale.attach``, with this optimizer's source and schedule; for sources that need no pass of their own.
         """
         source = self._known_source()
-        return source.attach(loss, **options) if self.curvature_due else loss
+        if not self.curvature_due:
+            return loss
+        self.drop_cleared()
+        return source.attach(loss, **options)
 
     def armed(self, **options: Any) -> AbstractContextManager[None]:
         """Within it every ``backward`` of this thread that reaches these parameters fills ``p.curvature`` when due.
@@ -113,6 +117,12 @@ class ReadsCurvature(Optimizer):
         if self.source is None:
             raise NotImplementedError(_NO_SOURCE.format(name=type(self).__name__))
         return self.source
+
+    def drop_cleared(self) -> None:
+        """Drops curvature of cleared gradients also where the coming pass does not reach; FSDP2 has its own way."""
+        if not self._is_sharded:
+            for p in self._trainable():
+                leaves.drop_if_cleared(p)
 
     def _trainable(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"] if p.requires_grad]
@@ -155,7 +165,7 @@ class ReadsCurvature(Optimizer):
     def _run_curvature_hooks(self) -> None:
         if self.curvature_due:
             if not self._curvature_hooks and not self._is_sharded:
-                checks.refuse_alone()
+                checks.refuse_alone(self)
             for hook in self._curvature_hooks:
                 hook(self)
 
