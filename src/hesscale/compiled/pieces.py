@@ -1,0 +1,148 @@
+"""From what a region computes to compiled code: a forward, its plain backward, and a backward for each request.
+
+What the forward keeps is what the plain backward needs, no more: the curvature is computed from the same tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, final
+
+import torch
+from torch import Tensor, fx
+
+from .capture import Capture, Written
+from .torch_compiler import functional, label, label_so_far, lowered, partitioned
+from .written_graph import Interpreter, overwritten
+
+Run = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Backend:
+    """Which backend of torch.compile compiles the pieces, with which of Inductor's options."""
+
+    name: str
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Code:
+    """Compiled code of a backward, and which of the tensors that the forward has kept, and of its inputs, go in."""
+
+    run: Run
+    kept: Sequence[int]
+    inputs: Sequence[int]
+
+
+@final
+class Pieces:
+    """The compiled code of one region. A backward is compiled when it first runs."""
+
+    def __init__(self, capture: Capture, backend: Backend) -> None:
+        self._capture, self._backend = capture, backend
+        self.written = overwritten(self._raw(None))
+        self.count = len(capture.outputs)
+        joint = self._joint(capture.plain())
+        forward, self._plain = partitioned(joint, self.count + len(self.written))
+        kept = forward.graph.output_node().args[0][self.count + len(self.written) :]
+        self._names: Final = [node.name for node in kept]
+        self._kept: Final = {name: index for index, node in enumerate(kept) if (name := label(node)) is not None}
+        visible = None if capture.is_symbolic else self.count + len(self.written)
+        name, options = backend.name, backend.options
+        self.forward, strides = lowered(forward, capture.fake_mode, name, options, visible=visible)
+        self._strides = strides[self.count + len(self.written) :] or [None] * len(kept)
+
+    def plain(self) -> Code:
+        """Gradients of all leaves, from what is kept and from gradients of all outputs that have one."""
+        names = [node.name for node in self._plain.graph.find_nodes(op="placeholder")]
+        kept = [self._names.index(name) for name in names if name in self._names]
+        return Code(self._lowered(self._plain, kept), kept, [])
+
+    def curvature(self, written: Written) -> Code:
+        """What computes this from what the forward has kept, and from seeds."""
+        joint = self._joint(written)
+        inputs = joint.graph.find_nodes(op="placeholder")
+        seeds = inputs[len(inputs) - len(written.given) :]
+        results = joint.graph.output_node().args[0][self.count + len(self.written) :]
+        ends = {node: index for node in joint.graph.nodes if (index := self._kept.get(label(node))) is not None}
+        symbols = {node for node in inputs if not isinstance(node.meta["val"], Tensor)}  # sizes are computed from them
+        needed = _leading_to(results, {*ends, *inputs}) | symbols
+        kept = {index: node for node, index in ends.items() if node in needed}
+        again = [index for index, node in enumerate(inputs[: -len(seeds)]) if node in needed and node not in ends]
+        starts = [*kept.values(), *(inputs[index] for index in again), *seeds]
+        same = {node: kept[index] for node, index in ends.items() if index in kept}
+        return Code(self._lowered(_cut_off(joint, starts, same, needed, results), [*kept]), [*kept], again)
+
+    def _lowered(self, module: fx.GraphModule, kept: Sequence[int]) -> Run:
+        """A backward, whose first inputs are these of what is kept."""
+        for node, index in zip(module.graph.find_nodes(op="placeholder"), kept, strict=False):
+            value, strides = node.meta["val"], self._strides[index]
+            if strides is not None and isinstance(value, Tensor):
+                with self._capture.fake_mode:
+                    node.meta["val"] = value.as_strided(value.shape, strides)
+        return lowered(module, self._capture.fake_mode, self._backend.name, self._backend.options)[0]
+
+    def _raw(self, backward: Written | None) -> fx.GraphModule:
+        """The forward, and a backward behind it, as they were written down: with writes and views."""
+        forward = self._capture.forward
+        given = [*forward.given, *(backward.given if backward else ())]
+        done = [*forward.nodes, *(backward.nodes if backward else ())]
+        results = [*forward.results, *(backward.results if backward else ())]
+        needed = {*done, *_leading_to([*done, *results], {*given})}  # sizes may have been read for another backward
+        graph = fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {}
+        for node in (*given, *(node for node in self._capture.tracer.graph.nodes if node in needed)):
+            if node not in copies:
+                copies[node] = graph.node_copy(node, copies.__getitem__)
+        graph.output([copies.get(result, result) for result in results])
+        return fx.GraphModule(self._capture.tracer.root, graph)
+
+    def _joint(self, backward: Written) -> fx.GraphModule:
+        """Outputs, new values of inputs that are written to, and what the backward computes."""
+        raw, capture = self._raw(backward), self._capture
+        last = {node.name: node for node in raw.graph.nodes}[capture.forward.nodes[-1].name]
+        written = set(self.written)
+
+        def run(primals: Sequence[Any], tangents: Sequence[Tensor]) -> list[Any]:
+            inputs = [value.clone() if index in written else value for index, value in enumerate(primals)]
+            results = Interpreter(raw, last, label_so_far).run(*inputs, *tangents)
+            return [*results[: self.count], *(inputs[index] for index in self.written), *results[self.count :]]
+
+        inputs = [value.detach() if isinstance(value, Tensor) else value for value in capture.inputs]
+        seeds = [node.meta["val"] for node in backward.given]
+        return functional(run, capture.fake_mode, inputs, seeds, self._backend.name)
+
+
+def _leading_to(results: Sequence[Any], ends: Container[fx.Node]) -> set[fx.Node]:
+    """The nodes that results are computed from, back to ``ends``."""
+    needed: set[fx.Node] = set()
+    waiting = [node for node in results if isinstance(node, fx.Node)]
+    while waiting:
+        node = waiting.pop()
+        if node not in needed:
+            needed.add(node)
+            waiting += () if node in ends else node.all_input_nodes
+    return needed
+
+
+def _cut_off(
+    joint: fx.GraphModule,
+    inputs: Sequence[fx.Node],
+    same: Mapping[fx.Node, fx.Node],  # nodes that are one of the inputs
+    needed: Container[fx.Node],
+    results: Sequence[Any],
+) -> fx.GraphModule:
+    """The part of a joint graph that computes ``results`` from ``inputs``."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in inputs:
+        copies[node] = graph.placeholder(node.name)
+        copies[node].meta = node.meta
+    copies.update({node: copies[one] for node, one in same.items()})
+    for node in joint.graph.nodes:
+        if node in needed and node not in copies:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output([copies.get(node) for node in results])
+    return fx.GraphModule(joint, graph)

@@ -1,0 +1,164 @@
+"""A compiled region as torch and the walk meet it: one ``torch.autograd.Function``, with one rule."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, final
+
+import torch
+from torch import Tensor, fx
+
+from ..plan import Method
+from ..rules.families import Curvatures, Rule
+from ..rules.table import RULES
+from .capture import Capture, Request, order_of
+from .pieces import Backend, Code, Pieces
+
+Maybe = Tensor | None
+
+_CHANGED = (
+    "a tensor that goes into a compiled region was written to between the forward and the backward pass, which needs "
+    "its values: clone it before"
+)
+
+
+@final
+class Region:
+    """Compiled code for a graph of Dynamo's, and what has been asked of it so far."""
+
+    def __init__(self, capture: Capture, backend: Backend) -> None:
+        self.capture, self.pieces = capture, Pieces(capture, backend)
+        tops, leaves = {*map(id, capture.tops)}, {*map(id, capture.leaves)}
+        self.tops: Final = [index for index, out in enumerate(capture.outputs) if id(out) in tops]
+        self.leaves: Final = [index for index, value in enumerate(capture.inputs) if id(value) in leaves]
+        self.edges: Final = [index for index, value in enumerate(capture.inputs) if isinstance(value, Tensor)]
+        self.orders: Final = [order_of(out) for out in capture.tops]
+        self._plain: Code | None = None
+        self._curvature: dict[Request, Code] = {}
+        self._function = _function_of(self)
+
+    def __call__(self, *inputs: Any) -> tuple[Any, ...]:
+        """What the graph returns."""
+        results = self._function.apply(*inputs)
+        count = self.pieces.count
+        for index, new in zip(self.pieces.written, results[count:], strict=True):
+            with torch.set_grad_enabled(new.requires_grad):
+                inputs[index].copy_(new)
+        return tuple(results[:count])
+
+    def forward(self, ctx: Any, inputs: Sequence[Any]) -> tuple[Any, ...]:
+        """Outputs and new values of what is written to; what backward passes need is left in ``ctx``."""
+        ctx.set_materialize_grads(False)
+        results = self.pieces.forward(*inputs)
+        count = self.pieces.count + len(self.pieces.written)
+        outputs, kept = results[:count], results[count:]
+        tensors = [value for value in kept if isinstance(value, Tensor)]
+        ctx.save_for_backward(*tensors)
+        ctx.others = [None if isinstance(value, Tensor) else value for value in kept]
+        ctx.region, ctx.ready = self, None
+        ctx.inputs = [(value, value._version) if isinstance(value, Tensor) else (value, 0) for value in inputs]
+        ctx.mark_non_differentiable(
+            *(out for i, out in enumerate(outputs) if i not in self.tops and isinstance(out, Tensor))
+        )
+        return tuple(outputs)
+
+    def backward(self, ctx: Any, grads: Sequence[Maybe]) -> tuple[Maybe, ...]:
+        """A gradient for each input: those that came with curvature, or else by the plain backward."""
+        ready, ctx.ready = ctx.ready, None
+        if ready is not None and all(a is b for a, b in zip(ready[0], grads, strict=True)):
+            found = ready[1]
+        else:
+            if self._plain is None:
+                self._plain = self.pieces.plain()
+            found = self._run(self._plain, ctx, self._seeds(ctx, grads))
+        return self._at_inputs(found)
+
+    def _seeds(self, ctx: Any, grads: Sequence[Maybe]) -> list[Tensor]:
+        metas = [ctx._input_metadata[i] for i in self.tops]
+        found = []
+        for index, order, meta in zip(self.tops, self.orders, metas, strict=True):
+            grad = grads[index]
+            if grad is None:
+                grad = torch.zeros(tuple(meta.shape), dtype=meta.dtype, device=meta.device)
+            found.append(laid_out(grad, order))
+        return found
+
+    def _run(self, code: Code, ctx: Any, seeds: Sequence[Tensor]) -> Sequence[Maybe]:
+        tensors = iter(ctx.saved_tensors)
+        kept = [next(tensors) if value is None else value for value in ctx.others]
+        again = [ctx.inputs[index] for index in code.inputs]
+        if any(isinstance(value, Tensor) and value._version != version for value, version in again):
+            raise RuntimeError(_CHANGED)
+        found: Sequence[Maybe] = code.run(*[kept[index] for index in code.kept], *[value for value, _ in again], *seeds)
+        return found
+
+    def _at_inputs(self, found: Sequence[Maybe]) -> tuple[Maybe, ...]:
+        results: list[Maybe] = [None] * len(self.capture.inputs)
+        for index, value in zip(self.leaves, found, strict=True):
+            results[index] = value
+        return tuple(results)
+
+    def curvature(
+        self, ctx: Any, s: Curvatures, grads: Curvatures, request: Request
+    ) -> tuple[Maybe, ...]:
+        """The curvature of each input; gradients are left for the node's own backward."""
+        code = self._curvature.get(request)
+        if code is None:
+            code = self._curvature[request] = self.pieces.curvature(self.capture.curvature(request))
+        seeds = [laid_out(s[i], order) for i, order in zip(self.tops, self.orders, strict=True) if s[i] is not None]
+        found = self._run(code, ctx, [*self._seeds(ctx, grads), *seeds])
+        half = len(found) // 2
+        if all(request.wanted):
+            ctx.ready = grads, found[:half]
+        rest = iter(found[half:])
+        found = self._at_inputs([next(rest) if is_wanted else None for is_wanted in request.wanted])
+        return tuple(found[index] for index in self.edges)
+
+
+def laid_out(tensor: Tensor, order: Sequence[int]) -> Tensor:
+    """The same numbers, dense in memory, with dimensions in this order."""
+    inverse = [order.index(dim) for dim in range(len(order))]
+    return tensor.permute(order).contiguous().permute(inverse)
+
+
+def _function_of(region: Region) -> Any:
+    """A Function of its own for each region, since rules are found by class."""
+    reference = weakref.ref(region)
+
+    class CompiledRegion(torch.autograd.Function):
+        """The region as one node."""
+
+        @staticmethod
+        def forward(ctx: Any, *inputs: Any) -> Any:
+            """By compiled code."""
+            return reference().forward(ctx, inputs)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Maybe) -> Any:
+            """By compiled code."""
+            return ctx.region.backward(ctx, grads)
+
+    RULES.register(CompiledRule(reference), CompiledRegion)
+    weakref.finalize(region, RULES.unregister, CompiledRegion)
+    return CompiledRegion
+
+
+@dataclass(frozen=True)
+class CompiledRule(Rule):
+    """What a compiled region does to curvature: whatever the operations inside do, by code of its own."""
+
+    region: Callable[[], Region | None]
+
+    def __call__(self, node, s, g, wanted):
+        region = node.region
+        request = Request(
+            curvature=tuple(s[i] is not None for i in region.tops),
+            wanted=tuple(wanted[region.edges.index(i)] is not None for i in region.leaves),
+            method="hesscale", borders=(), options=(),
+        )
+        return region.curvature(node, s, g, request)
+
+    def is_linear(self, wanted: Sequence[torch.Size | None]) -> bool:
+        return False
