@@ -100,6 +100,8 @@ class Walk:
             found: Iterable[tuple[Link | None, Tensor | None]] = zip(stop.inputs, map(added, moved, rest), strict=True)
         elif stop.region is not None:
             found = region_curvatures(stop.region, graph, s[0], g[0], also=self._plan.targets, half=self._half)
+        elif stop.is_composite:
+            found = zip(stop.inputs, stop.rule(node, s, grads, stop.wanted), strict=True)
         elif isinstance(stop.rule, Rebuilt):
             found = zip(stop.inputs, _walk_rebuilt(stop.rule, seen, s, g, self._plan.method), strict=True)
         else:

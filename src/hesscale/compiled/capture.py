@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from ..backward import derivatives
 from ..graph import Graph, edge_of, graph_behind, plain_mode, wide
-from ..rules.families import Coupled
+from ..rules.families import NETWORK, Coupled, Inner
 from ..rules.table import register
 from .torch_compiler import fake_value, new_tracer, node_of, placeholder, writing
 
@@ -25,11 +25,9 @@ Maybe = Tensor | None
 class Request(NamedTuple):
     """A backward pass of a region: what is given at its outputs, and what is asked for at its inputs."""
 
+    inner: Inner
     curvature: tuple[bool, ...]  # whether each output that has a gradient brings curvature with it
     wanted: tuple[bool, ...]  # whether the curvature of each leaf is asked for
-    method: str
-    borders: tuple[int, ...]  # outputs where the network ends and the loss begins; none: found out by the method
-    options: tuple[tuple[str, Any], ...]  # of hesscale.diagonal
 
 
 @dataclass(frozen=True)
@@ -81,9 +79,10 @@ class Capture:
             with torch.enable_grad():
                 loss = Seeds.apply(*self.tops)
             loss.grad_fn.seeds = grads, curvatures
-            output = [self.tops[index] for index in request.borders] or None
-            options: Any = dict(request.options)
-            found = derivatives(loss, leaves, method=request.method, output=output, retain_graph=True, **options)
+            method, borders, missing, rank = request.inner
+            output = self.tops if borders == NETWORK else [self.outputs[nr] for nr in borders]
+            options: Any = {"missing": missing, "rank": rank, "retain_graph": True}
+            found = derivatives(loss, leaves, method=method, output=output or None, **options)
             return [tensor for tensors in found for tensor in tensors]
 
         return self._backward([*self.tops, *given], run)

@@ -9,7 +9,6 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, final
 
-import torch
 from torch import Tensor, fx
 
 from .capture import Capture, Written

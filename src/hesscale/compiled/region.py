@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final, final
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from ..plan import Method
-from ..rules.families import Curvatures, Rule
+from ..graph import Graph, Row, edge_of
+from ..plan import behind_nonlinear, look_up
+from ..rules.fallback import ByAutograd
+from ..rules.families import Composite, Curvatures, Inner
 from ..rules.table import RULES
+from ..wiring import Wiring, wire
 from .capture import Capture, Request, order_of
 from .pieces import Backend, Code, Pieces
 
@@ -94,15 +99,22 @@ class Region:
         found: Sequence[Maybe] = code.run(*[kept[index] for index in code.kept], *[value for value, _ in again], *seeds)
         return found
 
+    def of_leaves(self, values: Sequence[Any]) -> list[Any]:
+        """Those of the leaves, of values that belong to the tensors among all inputs."""
+        return [values[self.edges.index(index)] for index in self.leaves]
+
+    @functools.cached_property
+    def graph(self) -> Graph:
+        """Torch's graph of what the region computes, from a root that all outputs lead to."""
+        return self.capture.graph()
+
     def _at_inputs(self, found: Sequence[Maybe]) -> tuple[Maybe, ...]:
         results: list[Maybe] = [None] * len(self.capture.inputs)
         for index, value in zip(self.leaves, found, strict=True):
             results[index] = value
         return tuple(results)
 
-    def curvature(
-        self, ctx: Any, s: Curvatures, grads: Curvatures, request: Request
-    ) -> tuple[Maybe, ...]:
+    def curvature(self, ctx: Any, s: Curvatures, grads: Curvatures, request: Request) -> tuple[Maybe, ...]:
         """The curvature of each input; gradients are left for the node's own backward."""
         code = self._curvature.get(request)
         if code is None:
@@ -133,9 +145,10 @@ def _function_of(region: Region) -> Any:
         @staticmethod
         def forward(ctx: Any, *inputs: Any) -> Any:
             """By compiled code."""
-            return reference().forward(ctx, inputs)
+            return _alive(reference).forward(ctx, inputs)
 
         @staticmethod
+        @once_differentiable  # type: ignore[untyped-decorator]
         def backward(ctx: Any, *grads: Maybe) -> Any:
             """By compiled code."""
             return ctx.region.backward(ctx, grads)
@@ -145,20 +158,42 @@ def _function_of(region: Region) -> Any:
     return CompiledRegion
 
 
+def _alive(reference: Callable[[], Region | None]) -> Region:
+    region = reference()
+    assert region is not None  # who calls it holds it, or a node of it
+    return region
+
+
 @dataclass(frozen=True)
-class CompiledRule(Rule):
+class CompiledRule(Composite):
     """What a compiled region does to curvature: whatever the operations inside do, by code of its own."""
 
-    region: Callable[[], Region | None]
+    region: Callable[[], Region | None]  # held by its nodes, not by the table of rules
+    inner: Inner | None = None
 
-    def __call__(self, node, s, g, wanted):
-        region = node.region
-        request = Request(
-            curvature=tuple(s[i] is not None for i in region.tops),
-            wanted=tuple(wanted[region.edges.index(i)] is not None for i in region.leaves),
-            method="hesscale", borders=(), options=(),
-        )
-        return region.curvature(node, s, g, request)
+    @property
+    def rows(self) -> Sequence[Row]:
+        return _alive(self.region).graph.rows
+
+    def wiring(self, wanted: Sequence[torch.Size | None]) -> Wiring:
+        region = _alive(self.region)
+        edges = [
+            edge_of(leaf)
+            for leaf, shape in zip(region.capture.leaves, region.of_leaves(wanted), strict=True)
+            if shape is not None
+        ]
+        return wire(region.graph.rows, [region.graph.link(edge) for edge in edges if edge[0] in region.graph.places])
 
     def is_linear(self, wanted: Sequence[torch.Size | None]) -> bool:
-        return False
+        wiring = self.wiring(wanted)
+        return not behind_nonlinear(wiring, look_up(self.rows, wiring, RULES, ByAutograd()))
+
+    def within(self, inner: Inner) -> CompiledRule:
+        return replace(self, inner=inner)
+
+    def __call__(self, node: Any, s: Curvatures, g: Curvatures, wanted: Sequence[torch.Size | None]) -> Curvatures:
+        assert self.inner is not None
+        region = _alive(self.region)
+        has_curvature = tuple(s[index] is not None for index in region.tops)
+        is_wanted = tuple(shape is not None for shape in region.of_leaves(wanted))
+        return region.curvature(node, s, g, Request(self.inner, has_curvature, is_wanted))

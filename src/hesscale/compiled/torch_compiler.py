@@ -101,7 +101,9 @@ def without_mkldnn() -> Iterator[None]:
         torch._C._set_mkldnn_enabled(enabled)
 
 
-def functional(run: Run, fake_mode: Any, primals: Sequence[Any], tangents: Sequence[Any], backend: str) -> fx.GraphModule:
+def functional(
+    run: Run, fake_mode: Any, primals: Sequence[Any], tangents: Sequence[Any], backend: str
+) -> fx.GraphModule:
     """The graph of ``run(primals, tangents)`` without writes, in the operations that the backend knows best."""
     table: Mapping[Any, Any] = {}
     if backend == "inductor":
