@@ -96,7 +96,7 @@ def compare(
     loss_fn: Callable[..., Tensor] = cross_entropy,
     whole: bool = False,
     check: Callable[[Any, Any], bool] = close(),  # noqa: B008
-    compile_options: Mapping[str, Any] = {},  # noqa: B006
+    compile_options: Mapping[str, Any] = {},
     **options: Any,
 ) -> nn.Module:
     """Passes of a compiled model, or of the whole loss compiled, accumulate what eager ones do. Returns the model."""

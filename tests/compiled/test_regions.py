@@ -11,16 +11,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hesscale
+from hesscale.rules import registered
 
 from .networks import Tied, compare, compiled, cross_entropy, small, vectors, words
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),  # Dynamo's own look
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),  # likewise
+]
 
 
 @pytest.fixture(autouse=True)
 def no_compilations_before() -> Iterator[None]:
     torch._dynamo.reset()
-    yield
+    with torch._dynamo.config.patch(allow_rnn=True):
+        yield
     torch._dynamo.reset()
 
 
@@ -120,7 +126,9 @@ def test_output_inside_of_a_region_and_before_it(where: str) -> None:
         h = body(x)
         loss, logits = function(h, y)
         output = {"features": h, "logits": logits, "both": [h, logits]}[where]
-        found.append(hesscale.diagonal(loss, [*head.parameters(), *body.parameters()], method="hesscale_gn", output=output))
+        found.append(
+            hesscale.diagonal(loss, [*head.parameters(), *body.parameters()], method="hesscale_gn", output=output)
+        )
     for eager, ours in zip(*found, strict=True):
         torch.testing.assert_close(ours, eager, rtol=1e-10, atol=1e-12)
 
@@ -159,7 +167,9 @@ def test_an_operation_without_a_rule() -> None:
     model, (x, y) = small(), vectors(6)
 
     def loss_fn(model: Any, x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(torch.special.airy_ai(torch.zeros(())) * 0 + torch.fft.rfft(model(x)).abs(), y.clamp(max=1))
+        return F.cross_entropy(
+            torch.special.airy_ai(torch.zeros(())) * 0 + torch.fft.rfft(model(x)).abs(), y.clamp(max=1)
+        )
 
     ours = compiled(loss_fn)
     ours(model, x, y).backward()
@@ -169,11 +179,18 @@ def test_an_operation_without_a_rule() -> None:
     assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), plain, strict=True))
 
 
-def test_missing_exact() -> None:
+def test_functions_of_ones_own_are_kept_whole() -> None:
     def loss_fn(model: Any, x: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(Cube.apply(model(x)), y)
 
+    with pytest.raises(hesscale.MissingRuleError, match=r"torch\.compiler\.allow_in_graph"):
+        compare(small(), vectors(6), loss_fn=loss_fn, whole=True, missing="exact")
+    torch.compiler.allow_in_graph(Cube)
+    torch._dynamo.reset()
     compare(small(), vectors(6), loss_fn=loss_fn, whole=True, missing="exact")
+    cube = hesscale.Elementwise(lambda node: (3 * node.saved_tensors[0] ** 2, 6 * node.saved_tensors[0]))
+    with registered(cube, Cube):
+        compare(small(), vectors(6), loss_fn=loss_fn, whole=True)
 
 
 def test_check_names_what_is_inside() -> None:

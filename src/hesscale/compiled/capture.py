@@ -1,12 +1,12 @@
 """What a compiled region computes: its forward pass, run once without values, and each backward pass behind it.
 
-The forward pass leaves torch's own graph behind, as any forward pass does, and that graph is kept. A backward pass, with
-curvature or without, walks it when it is first asked for. All of their operations are noted in one list of nodes.
+The forward pass leaves torch's own graph behind, as any forward pass does, and that graph is kept. A backward pass,
+with curvature or without, walks it when it is first asked for. All operations are noted in one list of nodes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, final
 
@@ -23,11 +23,12 @@ Maybe = Tensor | None
 
 
 class Request(NamedTuple):
-    """A backward pass of a region: what is given at its outputs, and what is asked for at its inputs."""
+    """A backward pass of a region: what is given at its differentiable outputs, and what is asked for at its leaves."""
 
-    inner: Inner
-    curvature: tuple[bool, ...]  # whether each output that has a gradient brings curvature with it
-    wanted: tuple[bool, ...]  # whether the curvature of each leaf is asked for
+    gradients: tuple[bool, ...]  # whether each of these outputs has one
+    curvatures: tuple[bool, ...] = ()
+    wanted: tuple[bool, ...] = ()  # whether the curvature of each leaf is asked for
+    inner: Inner | None = None  # None: no curvature
 
 
 @dataclass(frozen=True)
@@ -64,48 +65,49 @@ class Capture:
         placeholder(self.tracer, value)
         return value
 
-    def plain(self) -> Written:
-        """Gradients of all leaves, from those of all outputs that have one."""
-        return self._backward(self.tops, lambda grads: _gradients(self.tops, self.leaves, grads))
+    def backward(self, request: Request) -> Written:
+        """Gradients of all leaves, or gradients and then curvatures of those asked for, from what is given."""
+        start = len(self.tracer.graph.nodes)
+        grads = [self._seed(top, top.dtype) if is_given else None for top, is_given in self._tops(request.gradients)]
+        s = [self._seed(top, wide(top.dtype)) if is_given else None for top, is_given in self._tops(request.curvatures)]
+        given = self._nodes(start)
+        with self._writing(), plain_mode():
+            results = self._gradients(grads) if request.inner is None else self._curvatures(request, grads, s)
+        return Written(given, self._nodes(start + len(given)), self._nodes_of(results))
 
-    def curvature(self, request: Request) -> Written:
-        """Gradients and curvatures of the leaves asked for, from gradients and curvatures of the outputs."""
+    def _tops(self, flags: Sequence[bool]) -> Iterable[tuple[Tensor, bool]]:
+        return zip(self.tops, flags, strict=True) if flags else ()
+
+    def _seed(self, like: Tensor, dtype: torch.dtype) -> Tensor:
+        """A new input like this output."""
+        with self.fake_mode:
+            seed = torch.empty_permuted(like.shape, order_of(like), dtype=dtype, device=like.device)
+        placeholder(self.tracer, seed)
+        return seed
+
+    def _gradients(self, grads: Sequence[Maybe]) -> Sequence[Maybe]:
+        tops, seeds = zip(*((top, g) for top, g in zip(self.tops, grads, strict=True) if g is not None), strict=True)
+        return torch.autograd.grad(tops, self.leaves, seeds, retain_graph=True, allow_unused=True)
+
+    def _curvatures(self, request: Request, grads: Sequence[Maybe], s: Sequence[Maybe]) -> Sequence[Maybe]:
+        assert request.inner is not None
         leaves = [leaf for leaf, is_wanted in zip(self.leaves, request.wanted, strict=True) if is_wanted]
-        given = [out for out, has_curvature in zip(self.tops, request.curvature, strict=True) if has_curvature]
-
-        def run(seeds: Sequence[Tensor]) -> Sequence[Maybe]:
-            grads, rest = seeds[: len(self.tops)], iter(seeds[len(self.tops) :])
-            curvatures = [next(rest) if has_curvature else None for has_curvature in request.curvature]
+        given = [(top, g, h) for top, g, h in zip(self.tops, grads, s, strict=True) if not g is h is None]
+        method, borders, missing, rank = request.inner
+        output = [top for top, _, _ in given] if borders == NETWORK else [self.outputs[nr] for nr in borders]
+        loss, gradient, curvature = given[0]
+        if len(given) > 1 or curvature is not None:
             with torch.enable_grad():
-                loss = Seeds.apply(*self.tops)
-            loss.grad_fn.seeds = grads, curvatures
-            method, borders, missing, rank = request.inner
-            output = self.tops if borders == NETWORK else [self.outputs[nr] for nr in borders]
-            options: Any = {"missing": missing, "rank": rank, "retain_graph": True}
-            found = derivatives(loss, leaves, method=method, output=output or None, **options)
-            return [tensor for tensors in found for tensor in tensors]
-
-        return self._backward([*self.tops, *given], run)
+                loss, gradient = Seeds.apply(*[top for top, _, _ in given]), None
+            loss.grad_fn.seeds = [g for _, g, _ in given], [h for _, _, h in given]
+        options: Any = {"method": method, "output": output or None, "missing": missing, "rank": rank}
+        found = derivatives(loss, leaves, gradient, retain_graph=True, **options)
+        return [tensor for tensors in found for tensor in tensors]
 
     def graph(self) -> Graph:
         """Torch's graph behind the outputs."""
         with self._writing(), torch.enable_grad():
             return graph_behind(edge_of(Seeds.apply(*self.tops))[0])
-
-    def _backward(self, tops: Sequence[Tensor], run: Callable[[Sequence[Tensor]], Sequence[Maybe]]) -> Written:
-        """What ``run`` does with seeds like ``tops``, the first of them gradients and the rest curvatures."""
-        start = len(self.tracer.graph.nodes)
-        seeds = []
-        for index, like in enumerate(tops):
-            is_gradient = index < len(self.tops)
-            with self.fake_mode:
-                dtype = like.dtype if is_gradient else wide(like.dtype)
-                seeds.append(torch.empty_permuted(like.shape, order_of(like), dtype=dtype, device=like.device))
-            placeholder(self.tracer, seeds[-1])
-        given = self._nodes(start)
-        with self._writing(), plain_mode():
-            results = run(seeds)
-        return Written(given, self._nodes(start + len(given)), self._nodes_of(results))
 
     def _writing(self) -> Any:
         return writing(self.tracer, self.fake_mode, symbolic=self.is_symbolic)
@@ -120,10 +122,6 @@ class Capture:
 def order_of(tensor: Tensor) -> tuple[int, ...]:
     """Its dimensions as they lie in memory, the outermost first."""
     return tuple(sorted(range(tensor.dim()), key=lambda dim: -tensor.stride(dim)))
-
-
-def _gradients(tops: Sequence[Tensor], leaves: Sequence[Tensor], grads: Sequence[Tensor]) -> Sequence[Maybe]:
-    return torch.autograd.grad(tops, leaves, grads, retain_graph=True, allow_unused=True)
 
 
 @final

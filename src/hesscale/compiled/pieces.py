@@ -11,7 +11,7 @@ from typing import Any, Final, final
 
 from torch import Tensor, fx
 
-from .capture import Capture, Written
+from .capture import Capture, Request, Written
 from .torch_compiler import functional, label, label_so_far, lowered, partitioned
 from .written_graph import Interpreter, overwritten
 
@@ -43,7 +43,8 @@ class Pieces:
         self._capture, self._backend = capture, backend
         self.written = overwritten(self._raw(None))
         self.count = len(capture.outputs)
-        joint = self._joint(capture.plain())
+        self.all: Final = Request((True,) * len(capture.tops))
+        joint = self._joint(capture.backward(self.all))
         forward, self._plain = partitioned(joint, self.count + len(self.written))
         kept = forward.graph.output_node().args[0][self.count + len(self.written) :]
         self._names: Final = [node.name for node in kept]
@@ -53,14 +54,13 @@ class Pieces:
         self.forward, strides = lowered(forward, capture.fake_mode, name, options, visible=visible)
         self._strides = strides[self.count + len(self.written) :] or [None] * len(kept)
 
-    def plain(self) -> Code:
-        """Gradients of all leaves, from what is kept and from gradients of all outputs that have one."""
-        names = [node.name for node in self._plain.graph.find_nodes(op="placeholder")]
-        kept = [self._names.index(name) for name in names if name in self._names]
-        return Code(self._lowered(self._plain, kept), kept, [])
-
-    def curvature(self, written: Written) -> Code:
+    def backward(self, request: Request) -> Code:
         """What computes this from what the forward has kept, and from seeds."""
+        if request == self.all:
+            names = [node.name for node in self._plain.graph.find_nodes(op="placeholder")]
+            kept = [self._names.index(name) for name in names if name in self._names]
+            return Code(self._lowered(self._plain, kept), kept, [])
+        written = self._capture.backward(request)
         joint = self._joint(written)
         inputs = joint.graph.find_nodes(op="placeholder")
         seeds = inputs[len(inputs) - len(written.given) :]
@@ -68,11 +68,11 @@ class Pieces:
         ends = {node: index for node in joint.graph.nodes if (index := self._kept.get(label(node))) is not None}
         symbols = {node for node in inputs if not isinstance(node.meta["val"], Tensor)}  # sizes are computed from them
         needed = _leading_to(results, {*ends, *inputs}) | symbols
-        kept = {index: node for node, index in ends.items() if node in needed}
+        own = {index: node for node, index in ends.items() if node in needed}
         again = [index for index, node in enumerate(inputs[: -len(seeds)]) if node in needed and node not in ends]
-        starts = [*kept.values(), *(inputs[index] for index in again), *seeds]
-        same = {node: kept[index] for node, index in ends.items() if index in kept}
-        return Code(self._lowered(_cut_off(joint, starts, same, needed, results), [*kept]), [*kept], again)
+        starts = [*own.values(), *(inputs[index] for index in again), *seeds]
+        same = {node: own[index] for node, index in ends.items() if index in own}
+        return Code(self._lowered(_cut_off(joint, starts, same, needed, results), [*own]), [*own], again)
 
     def _lowered(self, module: fx.GraphModule, kept: Sequence[int]) -> Run:
         """A backward, whose first inputs are these of what is kept."""

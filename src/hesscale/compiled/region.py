@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -40,8 +41,7 @@ class Region:
         self.leaves: Final = [index for index, value in enumerate(capture.inputs) if id(value) in leaves]
         self.edges: Final = [index for index, value in enumerate(capture.inputs) if isinstance(value, Tensor)]
         self.orders: Final = [order_of(out) for out in capture.tops]
-        self._plain: Code | None = None
-        self._curvature: dict[Request, Code] = {}
+        self._codes: Final[dict[Request, Code]] = {}
         self._function = _function_of(self)
 
     def __call__(self, *inputs: Any) -> tuple[Any, ...]:
@@ -70,33 +70,40 @@ class Region:
         return tuple(outputs)
 
     def backward(self, ctx: Any, grads: Sequence[Maybe]) -> tuple[Maybe, ...]:
-        """A gradient for each input: those that came with curvature, or else by the plain backward."""
+        """A gradient for each input: those that came with curvature, or else by a plain backward."""
         ready, ctx.ready = ctx.ready, None
         if ready is not None and all(a is b for a, b in zip(ready[0], grads, strict=True)):
-            found = ready[1]
-        else:
-            if self._plain is None:
-                self._plain = self.pieces.plain()
-            found = self._run(self._plain, ctx, self._seeds(ctx, grads))
-        return self._at_inputs(found)
+            return self._at_inputs(ready[1])
+        given = [grads[index] for index in self.tops]
+        request = Request(tuple(grad is not None for grad in given))
+        return self._at_inputs(self._run(request, ctx, given) if any(request.gradients) else [None] * len(self.leaves))
 
-    def _seeds(self, ctx: Any, grads: Sequence[Maybe]) -> list[Tensor]:
-        metas = [ctx._input_metadata[i] for i in self.tops]
-        found = []
-        for index, order, meta in zip(self.tops, self.orders, metas, strict=True):
-            grad = grads[index]
-            if grad is None:
-                grad = torch.zeros(tuple(meta.shape), dtype=meta.dtype, device=meta.device)
-            found.append(laid_out(grad, order))
-        return found
+    def curvature(self, ctx: Any, inner: Inner, s: Curvatures, grads: Curvatures, wanted: Sequence[Any]) -> Curvatures:
+        """The curvature of each tensor among the inputs; gradients are left for the node's own backward."""
+        given, seeds = ([values[index] for index in self.tops] for values in (grads, s))
+        is_wanted = tuple(shape is not None for shape in self.of_leaves(wanted))
+        has_gradient, has_curvature = (tuple(value is not None for value in values) for values in (given, seeds))
+        request = Request(has_gradient, has_curvature, is_wanted, inner)
+        found = self._run(request, ctx, [*given, *seeds])
+        half = len(found) // 2
+        if all(is_wanted):
+            ctx.ready = grads, found[:half]
+        rest = iter(found[half:])
+        at_inputs = self._at_inputs([next(rest) if flag else None for flag in is_wanted])
+        return [at_inputs[index] for index in self.edges]
 
-    def _run(self, code: Code, ctx: Any, seeds: Sequence[Tensor]) -> Sequence[Maybe]:
+    def _run(self, request: Request, ctx: Any, seeds: Sequence[Maybe]) -> Sequence[Maybe]:
+        code = self._codes.get(request)
+        if code is None:
+            code = self._codes[request] = self.pieces.backward(request)
         tensors = iter(ctx.saved_tensors)
         kept = [next(tensors) if value is None else value for value in ctx.others]
         again = [ctx.inputs[index] for index in code.inputs]
         if any(isinstance(value, Tensor) and value._version != version for value, version in again):
             raise RuntimeError(_CHANGED)
-        found: Sequence[Maybe] = code.run(*[kept[index] for index in code.kept], *[value for value, _ in again], *seeds)
+        pairs = zip(seeds, itertools.cycle(self.orders), strict=False)
+        dense = [laid_out(seed, order) for seed, order in pairs if seed is not None]
+        found: Sequence[Maybe] = code.run(*[kept[index] for index in code.kept], *[value for value, _ in again], *dense)
         return found
 
     def of_leaves(self, values: Sequence[Any]) -> list[Any]:
@@ -113,20 +120,6 @@ class Region:
         for index, value in zip(self.leaves, found, strict=True):
             results[index] = value
         return tuple(results)
-
-    def curvature(self, ctx: Any, s: Curvatures, grads: Curvatures, request: Request) -> tuple[Maybe, ...]:
-        """The curvature of each input; gradients are left for the node's own backward."""
-        code = self._curvature.get(request)
-        if code is None:
-            code = self._curvature[request] = self.pieces.curvature(self.capture.curvature(request))
-        seeds = [laid_out(s[i], order) for i, order in zip(self.tops, self.orders, strict=True) if s[i] is not None]
-        found = self._run(code, ctx, [*self._seeds(ctx, grads), *seeds])
-        half = len(found) // 2
-        if all(request.wanted):
-            ctx.ready = grads, found[:half]
-        rest = iter(found[half:])
-        found = self._at_inputs([next(rest) if is_wanted else None for is_wanted in request.wanted])
-        return tuple(found[index] for index in self.edges)
 
 
 def laid_out(tensor: Tensor, order: Sequence[int]) -> Tensor:
@@ -193,7 +186,4 @@ class CompiledRule(Composite):
 
     def __call__(self, node: Any, s: Curvatures, g: Curvatures, wanted: Sequence[torch.Size | None]) -> Curvatures:
         assert self.inner is not None
-        region = _alive(self.region)
-        has_curvature = tuple(s[index] is not None for index in region.tops)
-        is_wanted = tuple(shape is not None for shape in region.of_leaves(wanted))
-        return region.curvature(node, s, g, Request(self.inner, has_curvature, is_wanted))
+        return _alive(self.region).curvature(node, self.inner, s, g, wanted)

@@ -9,8 +9,9 @@ mkldnn's switch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, Final
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, fx
@@ -80,13 +81,20 @@ def node_of(tracer: Any, value: Any) -> Any:
 def writing(tracer: Any, fake_mode: Any, *, symbolic: bool) -> Iterator[None]:
     """Operations are noted in the tracer's graph, and compute shapes only."""
     with ExitStack() as stack:
-        stack.enter_context(fake_mode)
+        stack.enter_context(_without_values(fake_mode))
         if symbolic:
             stack.enter_context(enable_python_dispatcher())
         stack.enter_context(proxy_tensor.ProxyTorchDispatchMode(tracer, "real"))
         stack.enter_context(proxy_tensor.disable_autocast_cache())
         stack.enter_context(preserve_node_meta())
         stack.enter_context(without_mkldnn())
+        yield
+
+
+@contextmanager
+def _without_values(fake_mode: Any) -> Iterator[None]:
+    """Operations compute shapes only; numbers that torch keeps as tensors stay what they are."""
+    with patch.object(fake_mode, "allow_non_fake_inputs", True), fake_mode:
         yield
 
 
@@ -114,7 +122,9 @@ def functional(
     def joint(primals: Any, tangents: Any) -> Any:  # partitioners know inputs by these names
         return run(primals, tangents)
 
-    with torch.no_grad(), fake_mode, tracing(TracingContext(fake_mode)), preserve_node_meta():
+    is_symbolic = any(not isinstance(value, Tensor) for value in primals)
+    dispatcher = enable_python_dispatcher() if is_symbolic else nullcontext()
+    with torch.no_grad(), _without_values(fake_mode), dispatcher, tracing(TracingContext(fake_mode)), preserve_node_meta():
         traced = torch.func.functionalize(joint, remove="mutations")
         module = proxy_tensor.make_fx(traced, decomposition_table=dict(table))(list(primals), list(tangents))
     module.graph = fx_graph_cse(module.graph)
