@@ -19,7 +19,7 @@ from hesscale import graph, plan, traced
 from hesscale.fast import workspace
 
 LIBRARY = Path(graph.__file__).parent
-DOORS = {LIBRARY / name for name in ("graph.py", "traced.py", "fsdp.py", "compiled/backend.py")}
+DOORS = {LIBRARY / name for name in ("graph.py", "traced.py", "fsdp.py", "compiled/torch_compiler.py")}
 
 PRIVATE = re.compile(
     r"\btorch\._(?!foreach_|inductor)\w+|\b_(?:cdata|forward_cls|raw_saved_|execution_engine|fsdp_\w+)\b"

@@ -19,7 +19,7 @@ Not needed; everything else works without them (tests/test_graph.py takes them a
 - ``_storage_Use_Count``: only speed; without it no scratch memory is kept
 - ``Function._forward_cls``: finding the rule of a ``torch.autograd.Function`` by its class; by its name otherwise
 - what only sharded training needs is in fsdp.py, what is known of numbers while tracing in traced.py, and what only
-  ``hesscale.compile`` needs in compiled/backend.py
+  compiled regions need in compiled/torch_compiler.py
 """
 
 from __future__ import annotations

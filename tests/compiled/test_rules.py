@@ -62,4 +62,6 @@ def test_every_rule(cases: Sequence[Case]) -> None:
     found = hesscale.diagonal(compiled(loss_fn)(tensors), leaves)
     labels = [case.label for case, given in zip(cases, tensors, strict=True) for value in given if value.requires_grad]
     for label, ours, eager in zip(labels, found, expected, strict=True):
-        torch.testing.assert_close(ours, eager, rtol=1e-10, atol=1e-10, msg=lambda text, label=label: f"{label}: {text}")
+        torch.testing.assert_close(
+            ours, eager, rtol=1e-10, atol=1e-10, msg=lambda text, label=label: f"{label}: {text}"
+        )

@@ -18,6 +18,7 @@ from ..graph import Graph, edge_of, graph_behind, plain_mode, wide
 from ..rules.families import NETWORK, Coupled, Inner
 from ..rules.table import register
 from .torch_compiler import fake_value, new_tracer, node_of, placeholder, writing
+from .written_graph import ForwardRun
 
 Maybe = Tensor | None
 
@@ -51,7 +52,7 @@ class Capture:
         self.inputs = tuple(map(self._input, inputs))
         first = len(self.tracer.graph.nodes)
         with self._writing(), torch.enable_grad():
-            self.outputs = tuple(fx.Interpreter(module).run(*self.inputs))
+            self.outputs = tuple(ForwardRun(module).run(*self.inputs))
         self.forward = Written(self._nodes(0, first), self._nodes(first), self._nodes_of(self.outputs))
         self.leaves: Final = [value for value in self.inputs if isinstance(value, Tensor) and value.requires_grad]
         self.tops: Final = [out for out in self.outputs if isinstance(out, Tensor) and out.requires_grad]

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 
 from .capture import Capture, Request, Written
 from .torch_compiler import functional, label, label_so_far, lowered, partitioned
-from .written_graph import Interpreter, overwritten
+from .written_graph import JointRun, overwritten
 
 Run = Callable[..., Any]
 
@@ -106,7 +106,7 @@ class Pieces:
 
         def run(primals: Sequence[Any], tangents: Sequence[Tensor]) -> list[Any]:
             inputs = [value.clone() if index in written else value for index, value in enumerate(primals)]
-            results = Interpreter(raw, last, label_so_far).run(*inputs, *tangents)
+            results = JointRun(raw, last, label_so_far).run(*inputs, *tangents)
             return [*results[: self.count], *(inputs[index] for index in self.written), *results[self.count :]]
 
         inputs = [value.detach() if isinstance(value, Tensor) else value for value in capture.inputs]

@@ -1,15 +1,15 @@
 """The door to torch's compiler: how operations are written down, split into a forward and a backward, and compiled.
 
-Names that torch does not document: ``fx.experimental.proxy_tensor`` (what compiled autograd writes graphs with too),
-``min_cut_rematerialization_partition`` and ``fx_graph_cse`` (how AOTAutograd splits a graph), ``_guards.TracingContext``
-(whose tensors have no values), ``_inductor.compile`` and its table of decompositions, ``_dynamo.lookup_backend``, and
-mkldnn's switch.
+Names that torch does not document: ``fx.experimental.proxy_tensor`` (compiled autograd writes graphs with it, too),
+``min_cut_rematerialization_partition`` and ``fx_graph_cse`` (by which AOTAutograd splits a graph), ``_guards`` and
+``FakeTensor`` (tensors without values), ``_inductor.compile_fx`` and ``virtualized``, ``_dynamo.lookup_backend``,
+mkldnn's switch and ``_DisablePythonDispatcher``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Final
 from unittest.mock import patch
 
@@ -91,6 +91,12 @@ def writing(tracer: Any, fake_mode: Any, *, symbolic: bool) -> Iterator[None]:
         yield
 
 
+def as_one_node() -> AbstractContextManager[Any]:
+    """Within it an operation is recorded by autograd as it is, also where torch would rather take it apart before."""
+    guard: AbstractContextManager[Any] = torch._C._DisablePythonDispatcher()
+    return guard
+
+
 @contextmanager
 def _without_values(fake_mode: Any) -> Iterator[None]:
     """Operations compute shapes only; numbers that torch keeps as tensors stay what they are."""
@@ -124,7 +130,13 @@ def functional(
 
     is_symbolic = any(not isinstance(value, Tensor) for value in primals)
     dispatcher = enable_python_dispatcher() if is_symbolic else nullcontext()
-    with torch.no_grad(), _without_values(fake_mode), dispatcher, tracing(TracingContext(fake_mode)), preserve_node_meta():
+    with (
+        torch.no_grad(),
+        _without_values(fake_mode),
+        dispatcher,
+        tracing(TracingContext(fake_mode)),
+        preserve_node_meta(),
+    ):
         traced = torch.func.functionalize(joint, remove="mutations")
         module = proxy_tensor.make_fx(traced, decomposition_table=dict(table))(list(primals), list(tangents))
     module.graph = fx_graph_cse(module.graph)
@@ -176,6 +188,7 @@ def _by_inductor(
     from torch._inductor import compile_fx, config
     from torch._inductor.virtualized import V
 
+    _refuse_wrong(module)
     results = module.graph.output_node().args[0]
     with V.set_fake_mode(fake_mode), config.patch(dict(options)), torch.no_grad():
         module = compile_fx._recursive_joint_graph_passes(module)
@@ -183,6 +196,14 @@ def _by_inductor(
         module.graph.output_node().meta["user_visible_output_idxs"] = seen
         code = compile_fx.compile_fx_inner(module, list(values), is_backward=visible is None)
     return lambda *inputs: code([*inputs])
+
+
+def _refuse_wrong(module: fx.GraphModule) -> None:
+    """ValueError where Inductor is known to compute something else, as compared by benchmarks/compiled_agreement.py."""
+    for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten.avg_pool2d_backward.default):
+        ceil_mode, count_include_pad, divisor_override = node.args[5:8]
+        if ceil_mode and count_include_pad and divisor_override is None:
+            raise ValueError(_WRONG_AVERAGE)
 
 
 def compiled_by(backend: str, module: fx.GraphModule, inputs: Sequence[Any], options: Mapping[str, Any]) -> Run:

@@ -1,22 +1,35 @@
-"""A graph as it was written down: which of its inputs it writes to, also where an operation does not say so."""
+"""Graphs are run here, to write down what they do; which of its inputs a graph writes to, also without saying so."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Final
+from contextlib import nullcontext
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor, fx
 
 from ..graph import storage_id
+from .torch_compiler import as_one_node
 
 _BATCH_NORM: Final = torch.ops.aten.native_batch_norm.default
 _FUNCTIONAL: Final = torch.ops.aten._native_batch_norm_legit_functional.default
 _STATISTICS: Final = slice(3, 5)  # arguments that batch norm writes to in training mode, although it does not say so
 
 
-class Interpreter(fx.Interpreter):
-    """Runs a graph; batch norm's writes to its statistics are operations of their own. Calls ``then`` after ``last``."""
+@final
+class ForwardRun(fx.Interpreter):
+    """Runs a graph of Dynamo's. With symbolic sizes torch would write ``interpolate`` as sums, without their cross terms."""
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """One operation."""
+        with as_one_node() if target is torch.nn.functional.interpolate else nullcontext():
+            return super().call_function(target, args, kwargs)  # type: ignore[arg-type]
+
+
+@final
+class JointRun(fx.Interpreter):
+    """Runs what was written down; batch norm's writes to its statistics are operations. Calls ``then`` after ``last``."""
 
     def __init__(self, module: fx.GraphModule, last: fx.Node, then: Callable[[], None]) -> None:
         super().__init__(module)
