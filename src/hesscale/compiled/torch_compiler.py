@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._functorch.compile_utils import fx_graph_cse
-from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._functorch.partitioners import get_default_op_list, is_sym_node, min_cut_rematerialization_partition
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental import proxy_tensor
@@ -149,6 +149,16 @@ def label_so_far() -> None:
     made = (node for node in mode.tracer.graph.nodes if isinstance(node.meta.get("val"), _TENSORS))
     for place, node in enumerate(node for node in made if node.op != "placeholder"):
         node.meta[_PLACE] = place
+
+
+def is_recomputable(node: fx.Node) -> bool:
+    """Whether AOTAutograd might compute it a second time: views and element-wise operations."""
+    return is_sym_node(node) or get_default_op_list().is_recomputable(node)
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether it draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def label(node: fx.Node) -> Any:
