@@ -20,7 +20,9 @@ from hesscale import graph, plan, recomputing, traced
 from hesscale.fast import workspace
 
 LIBRARY = Path(graph.__file__).parent
-DOORS = {LIBRARY / name for name in ("graph.py", "recomputing.py", "traced.py", "fsdp.py", "compiled/backend.py")}
+DOORS = {
+    LIBRARY / name for name in ("graph.py", "recomputing.py", "traced.py", "fsdp.py", "compiled/torch_compiler.py")
+}
 
 PRIVATE = re.compile(
     r"\btorch\._(?!foreach_|inductor)\w+|\b_(?:cdata|forward_cls|raw_saved_|execution_engine|fsdp_\w+)\b"

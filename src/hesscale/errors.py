@@ -16,9 +16,12 @@ _LINEAR_CROSS_ENTROPY = (
 )
 OPAQUE = {
     "CompiledFunctionBackward": (
-        "A torch.compile'd region is one opaque node, so no curvature can pass through it: hesscale.compile(loss_fn, "
-        "model) compiles the pass with its curvature; or call the uncompiled model (compiled_model._orig_mod is it) on "
-        "steps that need curvature."
+        "No curvature can pass through what another backend of torch.compile has compiled: pass backend='hesscale' to "
+        "torch.compile, or run the steps that need curvature within `with torch.compiler.set_stance('force_eager'):`."
+    ),
+    "ApplyTemplateBackward": (
+        "torch.compile takes autograd.Functions apart, and second derivatives with them: call "
+        "torch.compiler.allow_in_graph(YourFunction) before it compiles, which keeps the Function and its rule whole."
     ),
     "CheckpointFunctionBackward": (
         "Reentrant checkpointing hides its graph: use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."

@@ -18,7 +18,7 @@ Not needed; everything else works without them (tests/test_graph.py takes them a
 - ``Function._forward_cls``: finding the rule of a ``torch.autograd.Function`` by its class; by its name otherwise, and
   nobody sees which of them hide a graph
 - what is known of checkpoints is in recomputing.py, of numbers while tracing in traced.py, what only sharded training
-  needs in fsdp.py, and what only ``hesscale.compile`` needs in compiled/backend.py
+  needs in fsdp.py, and what only compiled regions need in compiled/torch_compiler.py
 """
 
 from __future__ import annotations

@@ -99,6 +99,8 @@ class Walk:
             found: Iterable[tuple[Link | None, Tensor | None]] = zip(stop.inputs, map(added, moved, rest), strict=True)
         elif stop.region is not None:
             found = region_curvatures(stop.region, graph, s[0], g[0], also=self._plan.targets, half=self._half)
+        elif stop.is_composite:
+            found = zip(stop.inputs, stop.rule(node, s, grads, stop.wanted), strict=True)
         else:
             found = zip(stop.inputs, stop.rule(seen, s, g, stop.wanted), strict=True)
         for link, curvature in found:

@@ -275,9 +275,7 @@ CALLS: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
 def test_a_loss_function_of_other_arguments_is_told_its_own(call: Callable[..., Any], loss_fn: Any) -> None:
     batch = torch.randn(5, 3), torch.randint(2, (5,))
-    with pytest.raises(
-        TypeError, match=r"loss_fn\(outputs, targets\).*not as loss_fn\(model, batch\).*hesscale.compile: "
-    ):
+    with pytest.raises(TypeError, match=r"loss_fn\(outputs, targets\).*not as loss_fn\(model, batch\): "):
         call(nn.Linear(3, 2), loss_fn, batch)
 
 

@@ -18,7 +18,7 @@ LossFunction = Callable[[Any, Any], Tensor]
 
 _SIGNATURE = (
     "loss_fn is called as loss_fn(outputs, targets), with what the model has returned, and not as loss_fn(model, "
-    "batch), which is for hesscale.compile: {error}"
+    "batch): {error}"
 )
 
 

@@ -7,18 +7,15 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from .. import distributed, leaves
-from ..columns.dial import Rank
-from ..compiled import Step
-from ..compiled import compile as compile_step
 from . import amp, checks
 from .arming import armed, suspended
 from .shards import local
-from .sources import Propagated, Source
+from .sources import Source
 
 CurvatureHook = Callable[["ReadsCurvature"], None]
 
@@ -93,25 +90,6 @@ class ReadsCurvature(Optimizer):
         """
         self._known_source()
         return armed(self, options)
-
-    def compile(self, loss_fn: Callable[..., Any], model: nn.Module, **options: Any) -> Step:
-        """``hesscale.compile(loss_fn, model)`` by this optimizer's method; without curvature where it is not due."""
-        method, rank = self._compiled_pass()
-        for name in {"method", "rank"} & {*options}:
-            raise TypeError(f"the optimizer says which {name} is compiled: give it to {type(self).__name__}")
-        step = compile_step(loss_fn, model, method=method, rank=rank, **options)
-        step.is_due, step.asked = self._is_curvature_due, self._compiled_pass  # methods: those of a copy ask the copy
-        return step
-
-    def _is_curvature_due(self) -> bool:
-        return self.curvature_due
-
-    def _compiled_pass(self) -> tuple[str, Rank]:
-        """The method and rank of its source."""
-        source = self._known_source()
-        if not isinstance(source, Propagated):
-            raise ValueError(f"only passes by hesscale.backward can be compiled, not {source}")
-        return source.name, source.rank
 
     def _known_source(self) -> Source:
         if self.source is None:

@@ -11,7 +11,7 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -363,6 +363,36 @@ class Coupled(Rule):
 
     def is_linear(self, wanted: Sequence[torch.Size | None]) -> bool:
         return self.linear
+
+
+NETWORK: Final = (-1,)
+"""Borders of a graph all of which is network: its outputs."""
+
+
+class Inner(NamedTuple):
+    """How a pass goes through a node that stands for a graph of its own."""
+
+    method: str
+    borders: tuple[int, ...] = ()  # outputs of the node where the network ends and the loss begins, if they are known
+    missing: str = "raise"
+    rank: int | str = 0
+
+
+class Composite(Rule):
+    """The rule of a node that stands for a graph of its own. A plan looks into that graph, and says how to walk it."""
+
+    @property
+    @abstractmethod
+    def rows(self) -> Sequence[Any]:
+        """Of the graph inside, its root first."""
+
+    @abstractmethod
+    def wiring(self, wanted: Sequence[torch.Size | None]) -> Any:
+        """The graph inside, as far as it leads to the wanted inputs."""
+
+    @abstractmethod
+    def within(self, inner: Inner) -> Rule:
+        """The rule for such a pass. It is called with gradients in any case."""
 
 
 def signed(dim: int) -> int:
