@@ -62,7 +62,7 @@ class Capture:
         _refuse_shared([self.inputs[index] for index in self.written], self.inputs)
         with self._writing(), torch.enable_grad():
             values = [value.clone() if index in self.written else value for index, value in enumerate(self.inputs)]
-            returned = ForwardRun(module).run(*values)
+            returned = ForwardRun(module, is_symbolic=self.is_symbolic).run(*values)
         self.returned: Final = len(returned)
         self.outputs: Final = (*returned, *(values[index] for index in self.written))
         self.forward = Written(self._nodes(0, first), self._nodes(first), self._nodes_of(self.outputs))

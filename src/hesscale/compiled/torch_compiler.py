@@ -121,10 +121,10 @@ def functional(
     """The graph of ``run(primals, tangents)`` without writes, in the operations that the backend knows best."""
     table: Mapping[Any, Any] = {}
     if backend == "inductor":
-        import torch._inductor.compile_fx  # the decompositions do not import all that they need
-        from torch._inductor.decomposition import select_decomp_table
+        from torch._inductor import compile_fx, decomposition
 
-        table = select_decomp_table()
+        assert compile_fx  # decompositions do not import all that they need
+        table = decomposition.select_decomp_table()
 
     def joint(primals: Any, tangents: Any) -> Any:  # partitioners know inputs by these names
         return run(primals, tangents)

@@ -21,9 +21,14 @@ _STATISTICS: Final = slice(3, 5)  # arguments that batch norm writes to in train
 class ForwardRun(fx.Interpreter):
     """Runs a graph of Dynamo's. With symbolic sizes torch would take ``interpolate`` apart, and drop cross terms."""
 
+    def __init__(self, module: fx.GraphModule, *, is_symbolic: bool) -> None:
+        super().__init__(module)
+        self._is_symbolic = is_symbolic
+
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """One operation."""
-        with as_one_node() if target is torch.nn.functional.interpolate else nullcontext():
+        is_apart = self._is_symbolic and target is torch.nn.functional.interpolate
+        with as_one_node() if is_apart else nullcontext():
             return super().call_function(target, args, kwargs)  # type: ignore[arg-type]
 
 
