@@ -87,3 +87,12 @@ def test_hooks_of_saved_tensors_around_a_region(around: Any) -> None:
             return run(v).sum().sin(), [v]
 
     agree(make)
+
+
+def test_gradients_that_are_differentiated_although_what_was_given_is_constant() -> None:
+    """A penalty on the gradient of a whole loss is refused, not left out."""
+    v = leaf(9)
+    loss = compiled(lambda v: v.sin().sum())(v)
+    (grad,) = torch.autograd.grad(loss, v, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        (v.sum() + grad.square().sum()).backward()
