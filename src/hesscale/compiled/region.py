@@ -140,14 +140,18 @@ def _function_of(region: Region) -> Any:
             return _alive(reference).forward(ctx, inputs)
 
         @staticmethod
-        @once_differentiable
         def backward(ctx: Any, *grads: Maybe) -> Any:
-            """By compiled code."""
-            return ctx.region.backward(ctx, grads)
+            """By compiled code, and not to be differentiated, even where the given gradients are constants."""
+            return _backward(ctx, torch.empty(0, requires_grad=torch.is_grad_enabled()), *grads)
 
     RULES.register(CompiledRule(reference), CompiledRegion)
     weakref.finalize(region, RULES.unregister, CompiledRegion)
     return CompiledRegion
+
+
+@once_differentiable
+def _backward(ctx: Any, _: Tensor, *grads: Maybe) -> Any:
+    return ctx.region.backward(ctx, grads)
 
 
 def _alive(reference: Callable[[], Region | None]) -> Region:

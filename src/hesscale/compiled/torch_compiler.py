@@ -80,8 +80,11 @@ def node_of(tracer: Any, value: Any) -> Any:
 @contextmanager
 def writing(tracer: Any, fake_mode: Any, *, symbolic: bool) -> Iterator[None]:
     """Operations are noted in the tracer's graph, and compute shapes only."""
+    from torch._functorch._aot_autograd.runtime_wrappers import _disable_saved_tensors_hooks  # needs all of Dynamo
+
     with ExitStack() as stack:
         stack.enter_context(_without_values(fake_mode))
+        stack.enter_context(_disable_saved_tensors_hooks())  # those around the call
         if symbolic:
             stack.enter_context(enable_python_dispatcher())
         stack.enter_context(proxy_tensor.ProxyTorchDispatchMode(tracer, "real"))

@@ -11,6 +11,7 @@ from torch import Tensor, fx
 
 from .torch_compiler import as_one_node
 
+_CHECKPOINT: Final = torch.ops.higher_order.tag_activation_checkpoint
 _BATCH_NORM: Final = torch.ops.aten.native_batch_norm.default
 _BATCH_NORM_BACKWARD: Final = torch.ops.aten.native_batch_norm_backward.default
 _FUNCTIONAL: Final = torch.ops.aten._native_batch_norm_legit_functional.default
@@ -27,6 +28,11 @@ class ForwardRun(fx.Interpreter):
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """One operation."""
+        if (
+            target is _CHECKPOINT
+        ):  # what to compute again is the partitioner's choice, and random numbers are none of it
+            module, *inputs = args
+            return ForwardRun(module, is_symbolic=self._is_symbolic).run(*inputs)
         is_apart = self._is_symbolic and target is torch.nn.functional.interpolate
         with as_one_node() if is_apart else nullcontext():
             return super().call_function(target, args, kwargs)  # type: ignore[arg-type]
