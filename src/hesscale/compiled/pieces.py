@@ -12,7 +12,7 @@ from typing import Any, Final, final
 from torch import Tensor, fx
 
 from .capture import Capture, Request, Written
-from .torch_compiler import functional, label, label_so_far, lowered, partitioned
+from .torch_compiler import functional, keep_what_is_drawn, label, label_so_far, lowered, partitioned
 from .written_graph import JointRun, overwritten
 
 Run = Callable[..., Any]
@@ -46,6 +46,7 @@ class Pieces:
         self.all: Final = Request((True,) * len(capture.tops))
         joint = self._joint(capture.backward(self.all))
         forward, self._plain = partitioned(joint, self.count + len(self.written))
+        keep_what_is_drawn(forward, self.count + len(self.written))
         kept = forward.graph.output_node().args[0][self.count + len(self.written) :]
         self._names: Final = [node.name for node in kept]
         self._kept: Final = {name: index for index, node in enumerate(kept) if (name := label(node)) is not None}

@@ -123,7 +123,7 @@ def functional(
     if backend == "inductor":
         from torch._inductor import compile_fx  # its decompositions do not import all that they need
 
-        table = compile_fx.select_decomp_table()
+        table = {**compile_fx.select_decomp_table(), torch.ops.aten.bernoulli.p: _bernoulli}
 
     def joint(primals: Any, tangents: Any) -> Any:  # partitioners know inputs by these names
         return run(primals, tangents)
@@ -141,6 +141,11 @@ def functional(
         module = proxy_tensor.make_fx(traced, decomposition_table=dict(table))(list(primals), list(tangents))
     module.graph = fx_graph_cse(module.graph)
     return module
+
+
+def _bernoulli(like: Tensor, p: float = 0.5, *, generator: Any = None) -> Tensor:
+    """As dropout draws it. On CPUs Inductor writes into memory, which its loops may have read before (torch 2.13)."""
+    return (torch.rand_like(like, dtype=torch.float32) < p).to(like.dtype)
 
 
 def label_so_far() -> None:
@@ -165,6 +170,21 @@ def label(node: fx.Node) -> Any:
 def partitioned(module: fx.GraphModule, outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Forward and backward of a functional joint graph, with what is cheaper to compute again than to keep."""
     return min_cut_rematerialization_partition(module, None, num_fwd_outputs=outputs)
+
+
+def keep_what_is_drawn(forward: fx.GraphModule, outputs: int) -> None:
+    """Also keeps random numbers that a backward could otherwise only draw again, and others then.
+
+    That is if something that is computed from them is not kept, as a mask of dropout is.
+    """
+    end = forward.graph.output_node()
+    kept = {*end.args[0][outputs:], end}
+    drawn = [
+        node for node in forward.graph.nodes if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    ]
+    tensors = [n for node in drawn for n in ([node] if isinstance(node.meta["val"], Tensor) else node.users)]
+    end.args = ([*end.args[0], *(n for n in tensors if n not in kept and not kept.issuperset(n.users))],)
+    forward.recompile()
 
 
 def lowered(
