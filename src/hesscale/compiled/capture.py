@@ -18,8 +18,8 @@ from ..backward import derivatives
 from ..graph import Graph, edge_of, graph_behind, plain_mode, storage_id, wide
 from ..rules.families import NETWORK, Coupled, Inner
 from ..rules.table import register
-from .torch_compiler import fake_value, new_tracer, node_of, placeholder, writing
-from .written_graph import ForwardRun, is_written
+from .torch_compiler import fake_value, new_tracer, node_of, placeholder, without_values, writing
+from .written_graph import ForwardRun, written_inputs
 
 Maybe = Tensor | None
 
@@ -57,8 +57,8 @@ class Capture:
         self.tracer: Final = new_tracer()
         self.inputs = tuple(map(self._input, inputs))
         first = len(self.tracer.graph.nodes)
-        given = module.graph.find_nodes(op="placeholder")
-        self.written = tuple(index for index, node in enumerate(given) if is_written(node.meta.get("example_value")))
+        with without_values(self.fake_mode):
+            self.written: Final = written_inputs(module, self.inputs)
         _refuse_shared([self.inputs[index] for index in self.written], self.inputs)
         with self._writing(), torch.enable_grad():
             values = [value.clone() if index in self.written else value for index, value in enumerate(self.inputs)]

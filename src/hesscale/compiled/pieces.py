@@ -24,13 +24,13 @@ from .torch_compiler import (
     partitioned,
     results_of,
 )
-from .written_graph import JointRun, updated_statistics
+from .written_graph import JointRun, updated_inputs
 
 Run = Callable[..., Any]
 
 _GONE = (
-    "this pass needs what the forward pass of a compiled region has drawn at random, or overwritten, and has not kept: "
-    "compute the loss within `with torch.compiler.set_stance('force_eager'):`"
+    "this pass needs random numbers that the forward pass of a compiled region has drawn and not kept: compute the "
+    "loss within `with torch.compiler.set_stance('force_eager'):`"
 )
 
 
@@ -57,7 +57,7 @@ class Pieces:
 
     def __init__(self, capture: Capture, backend: Backend) -> None:
         self._capture, self._backend = capture, backend
-        self.updated: Final = updated_statistics(self._raw(None).graph)
+        self.updated: Final = updated_inputs(self._raw(None).graph)
         self.count: Final = len(capture.outputs) + len(self.updated)
         self.all: Final = Request((True,) * len(capture.tops))
         forward, self._plain = partitioned(self._joint(self.all), self.count)
@@ -84,7 +84,7 @@ class Pieces:
         needed = _leading_to(results, {*ends, *inputs}) | symbols
         own = {index: node for node, index in ends.items() if node in needed}
         again = [index for index, node in enumerate(inputs[: -len(seeds)]) if node in needed and node not in ends]
-        if any(is_random(node) or self._is_gone(node) for node in needed if node not in own.values()):
+        if any(is_random(node) and label(node) is not None for node in needed if node not in own.values()):
             raise RuntimeError(_GONE)
         starts = [*own.values(), *(inputs[index] for index in again), *seeds]
         same = {node: own[index] for node, index in ends.items() if index in own}
@@ -100,23 +100,11 @@ class Pieces:
             return
         made = {name: node for node in forward.graph.nodes if (name := label(node)) is not None}
         kept = {label(node) for node in results_of(forward)[self.count :]}
-        dear = {node for node in joint.graph.nodes if label(node) in made and self._is_dear(node)}
+        dear = {node for node in joint.graph.nodes if label(node) in made and _is_dear(node)}
         ends = {node for node in joint.graph.nodes if label(node) in made.keys() & kept} | dear
         more = {label(node) for node in _leading_to(results_of(joint)[self.count :], ends) & dear}
         forward.graph.output_node().args = ([*results_of(forward), *(made[name] for name in sorted(more - kept))],)
         forward.recompile()
-
-    def _is_dear(self, node: fx.Node) -> bool:
-        """Whether a tensor is better kept than computed again."""
-        if node.op != "call_function" or not isinstance(node.meta.get("val"), Tensor):
-            return False
-        maker = node.all_input_nodes[0] if node.target is operator.getitem else node
-        return not is_recomputable(maker) or any(map(self._is_gone, node.all_input_nodes))
-
-    def _is_gone(self, node: fx.Node) -> bool:
-        """Whether it is an input that the region has written to by the time of a backward pass."""
-        written = {f"primals_{index + 1}" for index in (*self._capture.written, *self.updated)}
-        return node.op == "placeholder" and node.name in written
 
     def _lowered(self, module: fx.GraphModule, kept: Sequence[int]) -> Run:
         """A backward, whose first inputs are these of what is kept."""
@@ -157,6 +145,13 @@ class Pieces:
         inputs = [value.detach() if isinstance(value, Tensor) else value for value in capture.inputs]
         seeds = [node.meta["val"] for node in backward.given]
         return functional(run, capture.fake_mode, inputs, seeds, self._backend.name)
+
+
+def _is_dear(node: fx.Node) -> bool:
+    """Whether a tensor is better kept than computed again."""
+    if node.op != "call_function" or not isinstance(node.meta.get("val"), Tensor):
+        return False
+    return not is_recomputable(node.all_input_nodes[0] if node.target is operator.getitem else node)
 
 
 def _leading_to(results: Sequence[Any], ends: Container[fx.Node]) -> set[fx.Node]:

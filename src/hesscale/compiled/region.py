@@ -46,9 +46,10 @@ class Region:
 
     def __call__(self, *inputs: Any) -> tuple[Any, ...]:
         """What the graph returns."""
-        results = self._function.apply(*inputs)
-        returned = self.capture.returned
-        for index, new in zip((*self.capture.written, *self.pieces.updated), results[returned:], strict=True):
+        written = (*self.capture.written, *self.pieces.updated)  # backward passes may need what they were
+        given = [value.clone() if index in written else value for index, value in enumerate(inputs)]
+        results, returned = self._function.apply(*given), self.capture.returned
+        for index, new in zip(written, results[returned:], strict=True):
             with torch.set_grad_enabled(new.requires_grad):
                 inputs[index].copy_(new)
         return tuple(results[:returned])

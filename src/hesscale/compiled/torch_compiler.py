@@ -83,7 +83,7 @@ def writing(tracer: Any, fake_mode: Any, *, symbolic: bool) -> Iterator[None]:
     from torch._functorch._aot_autograd.runtime_wrappers import _disable_saved_tensors_hooks  # needs all of Dynamo
 
     with ExitStack() as stack:
-        stack.enter_context(_without_values(fake_mode))
+        stack.enter_context(without_values(fake_mode))
         stack.enter_context(_disable_saved_tensors_hooks())  # those around the call
         if symbolic:
             stack.enter_context(enable_python_dispatcher())
@@ -101,7 +101,7 @@ def as_one_node() -> AbstractContextManager[Any]:
 
 
 @contextmanager
-def _without_values(fake_mode: Any) -> Iterator[None]:
+def without_values(fake_mode: Any) -> Iterator[None]:
     """Operations compute shapes only; numbers that torch keeps as tensors stay what they are."""
     with patch.object(fake_mode, "allow_non_fake_inputs", True), fake_mode:
         yield
@@ -136,7 +136,7 @@ def functional(
     dispatcher = enable_python_dispatcher() if is_symbolic else nullcontext()
     with (
         torch.no_grad(),
-        _without_values(fake_mode),
+        without_values(fake_mode),
         dispatcher,
         tracing(TracingContext(fake_mode)),
         preserve_node_meta(),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Final, final
 
@@ -65,17 +65,34 @@ class JointRun(fx.Interpreter):
         return tuple(results)
 
 
-def is_written(example: Any) -> bool:
-    """Whether Dynamo has seen a write to an input, of which this is its tensor without values."""
-    return isinstance(example, Tensor) and example._version > 0
+def written_inputs(module: fx.GraphModule, inputs: Sequence[Any]) -> tuple[int, ...]:
+    """Which of its inputs, tensors without values, a graph of Dynamo's writes to."""
+    examples = (node.meta.get("example_value") for node in module.graph.find_nodes(op="placeholder"))
+    if not any(isinstance(value, Tensor) and value._version for value in examples):  # Dynamo has run it before
+        return ()
+    tensors = {index: value for index, value in enumerate(inputs) if isinstance(value, Tensor)}
+    before = {index: value._version for index, value in tensors.items()}
+    with torch.no_grad():
+        fx.Interpreter(module).run(*inputs)
+    return tuple(index for index, value in tensors.items() if value._version > before[index])
 
 
-def updated_statistics(graph: fx.Graph) -> tuple[int, ...]:
-    """Which inputs of a graph batch norm updates, without saying so."""
-    norms = graph.find_nodes(op="call_function", target=_BATCH_NORM)
-    updated = {given for node in norms if _updates(node.args) for given in node.args[_STATISTICS]}
+def updated_inputs(graph: fx.Graph) -> tuple[int, ...]:
+    """Which inputs the operations of a graph write to, batch norm's statistics among them."""
+    updated = {given for node in graph.nodes for given in _given_to_write(node)}
     return tuple(index for index, node in enumerate(graph.find_nodes(op="placeholder")) if node in updated)
 
 
 def _updates(args: tuple[Any, ...]) -> bool:
     return bool(args[5]) and args[3] is not None
+
+
+def _given_to_write(node: fx.Node) -> Iterator[Any]:
+    """The arguments of a node that it writes to."""
+    if node.target is _BATCH_NORM and _updates(node.args):
+        yield from node.args[_STATISTICS]
+    schema: Any = getattr(node.target, "_schema", None)
+    for place, argument in enumerate(schema.arguments if schema is not None else ()):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
+            yield from value if isinstance(value, (list, tuple)) else [value]
