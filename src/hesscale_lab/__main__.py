@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from .extras import what_to_install
-from .interrupts import end_at_ctrl_c
+from .startup import end_at_ctrl_c, what_to_install
 
 
 def main() -> None:

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from hesscale_lab import locks
-from hesscale_lab.locks import InUseError, alone
+from hesscale_lab import files as locks
+from hesscale_lab.files import InUseError, alone
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from hesscale_lab.locks import alone
+from hesscale_lab.files import alone
 with alone(Path(sys.argv[1])):
     print("mine", flush=True)
     time.sleep(60)
@@ -38,7 +38,7 @@ def test_a_folder_in_use_is_refused_until_its_process_is_killed(tmp_path: Path) 
         alone(tmp_path).__enter__()
     process.send_signal(signal.SIGKILL)
     process.communicate()
-    assert (tmp_path / locks.NAME).exists()  # which does not lock anything by itself
+    assert (tmp_path / locks.LOCK).exists()  # which does not lock anything by itself
     with alone(tmp_path):
         pass
     assert not list(tmp_path.iterdir())

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from hesscale_lab import cli
 from hesscale_lab.cli import COMMANDS, app
-from hesscale_lab.locks import alone
+from hesscale_lab.files import alone
 
 HESSCALE = [sys.executable, "-m", "hesscale_lab"]
 

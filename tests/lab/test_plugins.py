@@ -16,12 +16,15 @@ from hesscale_lab.cli.train import train
 from hesscale_lab.optimizers import OPTIMIZERS
 from hesscale_lab.plugins import PluginError, read_plugin
 from hesscale_lab.runs import Run
-from hesscale_lab.settings import Settings
+from hesscale_lab.settings import Settings, settings_of
 from hesscale_lab.tasks.table import TASKS
 from hesscale_lab.training import trained_model
-from hesscale_lab.workers import run_all, settings_of
+from hesscale_lab.workers import run_all
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "experiments.md"
+
+
+_SPEC = "from hesscale_lab.optimizers import OptimizerSpec\n"
 
 
 @pytest.fixture(autouse=True)
@@ -104,25 +107,25 @@ def test_workers_know_the_plugin_by_value(plugin: Path, tmp_path: Path) -> None:
         ("import nowhere_to_be_found", "cannot be loaded (ModuleNotFoundError: No module"),
         ("x = 1", "defines neither TASKS nor OPTIMIZERS"),
         ("TASKS = {'mine': 3}", "TASKS of the plugin my.py must be a dict of names and Tasks"),
-        ("OPTIMIZERS = ['mine']", "OPTIMIZERS of the plugin my.py must be a dict of names and Rows"),
+        ("OPTIMIZERS = ['mine']", "OPTIMIZERS of the plugin my.py must be a dict of names and OptimizerSpecs"),
         (
             "from hesscale_lab.tasks.task import Task\nTASKS = {'half': Task('half', 1)}",
-            "'half' in the plugin my.py has no load and no make: a task overrides them",
+            "cannot be loaded (TypeError: Can't instantiate abstract class Task",
         ),
         (
-            "from hesscale_lab.optimizers import Row\nOPTIMIZERS = {'Bad': Row(lambda groups, lr: None)}",
+            _SPEC + "OPTIMIZERS = {'Bad': OptimizerSpec(lambda groups, lr: None)}",
             "'Bad' in the plugin my.py cannot be made from groups, lr, betas and fused (got an unexpected keyword",
         ),
         (
-            "from hesscale_lab.optimizers import Row\nOPTIMIZERS = {'None': Row(None)}",
+            _SPEC + "OPTIMIZERS = {'None': OptimizerSpec(None)}",
             "'None' in the plugin my.py cannot be made from groups, lr, betas and fused (None is not a callable",
         ),
         (
-            "from hesscale_lab.optimizers import Row\nOPTIMIZERS = {'Adam': Row(None)}",
+            _SPEC + "OPTIMIZERS = {'Adam': OptimizerSpec(None)}",
             "'Adam' in the plugin my.py is there already: choose another name",
         ),
         (
-            "from hesscale_lab.optimizers import Row\nOPTIMIZERS = {'../x': Row(None)}",
+            _SPEC + "OPTIMIZERS = {'../x': OptimizerSpec(None)}",
             "'../x' in the plugin my.py is no name: take letters, digits, - and _",
         ),
     ],
@@ -142,7 +145,7 @@ def test_a_bad_plugin_is_one_sentence(source: str | None, complaint: str, tmp_pa
 
 FAILING = """
 import torch
-from hesscale_lab.optimizers import Row
+from hesscale_lab.optimizers import OptimizerSpec
 
 
 class Unready(torch.optim.SGD):
@@ -158,7 +161,7 @@ class Stumbling(torch.optim.SGD):
         raise ValueError("it stumbled")
 
 
-OPTIMIZERS = {"Unready": Row(Unready), "Stumbling": Row(Stumbling)}
+OPTIMIZERS = {"Unready": OptimizerSpec(Unready), "Stumbling": OptimizerSpec(Stumbling)}
 """
 
 
@@ -187,7 +190,7 @@ def test_nothing_of_a_plugin_is_taken_if_a_part_of_it_is_bad(tmp_path: Path) -> 
     path = tmp_path / "half.py"
     task = "from hesscale_lab.tasks.text import TextTask\nTASKS = {'mine': TextTask('mine', 1)}\n"
     path.write_text(f"{task}OPTIMIZERS = {{'mine': 1}}")
-    with pytest.raises(PluginError, match="must be a dict of names and Rows"):
+    with pytest.raises(PluginError, match="must be a dict of names and OptimizerSpecs"):
         read_plugin(path)
     assert "mine" not in TASKS
 

@@ -18,9 +18,9 @@ from hesscale_lab import workers
 from hesscale_lab.cli.sweep import sweep as sweep_command
 from hesscale_lab.histories import State, read_history
 from hesscale_lab.options import combinations
-from hesscale_lab.settings import Settings, folder_of
-from hesscale_lab.sweeps import area, choose, grid, repeats, run_all, settings_of, sweep
-from hesscale_lab.workers import Progress, Standing, WorkersError, cluster, standing_of
+from hesscale_lab.settings import Settings, folder_of, settings_of
+from hesscale_lab.sweeps import area, choose, grid, repeats, sweep
+from hesscale_lab.workers import Progress, Status, WorkersError, cluster, progress_of, run_all
 
 from .made_up_runs import ADAM, cut_off, make_run, make_seeds
 
@@ -59,7 +59,7 @@ def test_an_optimizer_with_other_options_is_chosen_for_by_itself(tmp_path: Path)
     for settings, last in ((plain, 1.0), (replace(plain, lr=1.0), 2.0), (lazy, 2.0), (replace(lazy, lr=1.0), 1.5)):
         make_run(tmp_path, settings, [2, 1, 1, last])
     asked = [*(replace(one, lr=lr) for one in (plain, lazy) for lr in (1e-3, 1.0))]
-    found = sweep(asked, seeds=1, run=lambda wanted: [standing_of(one, folder_of(one, tmp_path)) for one in wanted])
+    found = sweep(asked, seeds=1, run=lambda wanted: [progress_of(one, folder_of(one, tmp_path)) for one in wanted])
     assert found.chosen == {"AdaHesScale": plain, "AdaHesScale every=10": replace(lazy, lr=1.0)}
 
 
@@ -91,7 +91,7 @@ def test_a_run_with_a_hole_is_computed_again_and_not_chosen(end: str, epoch: int
     path.write_text("".join(lines[:lost] + lines[lost + 1 :]))
     history = read_history(run)
     assert history is None or (history.state, history.epochs) == (State.UNFINISHED, lost - 1)
-    assert standing_of(ADAM, run.folder).standing is Standing.WAITING
+    assert progress_of(ADAM, run.folder).status is Status.WAITING
     with pytest.raises(ValueError, match="has not ended"):
         choose([run])
 
@@ -133,7 +133,7 @@ def test_a_failed_run_is_not_chosen_from(tmp_path: Path) -> None:
     def run(settings: Sequence[Settings]) -> list[Progress]:
         asked.append(settings)
         return [
-            Progress(one, folder_of(one, tmp_path), Standing.FAILED if one == bad else Standing.FINISHED)
+            Progress(one, folder_of(one, tmp_path), Status.FAILED if one == bad else Status.FINISHED)
             for one in settings
         ]
 
@@ -147,7 +147,7 @@ def test_finished_runs_need_no_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     make_run(tmp_path, ADAM, [2, 1, 1, 1])
     monkeypatch.setitem(sys.modules, "ray", None)
     (found,) = run_all([ADAM], tmp_path)
-    assert (found.standing, found.epoch, found.valid_loss) == (Standing.FINISHED, 3, 1)
+    assert (found.status, found.epoch, found.valid_loss) == (Status.FINISHED, 3, 1)
 
 
 def test_missing_ray_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,20 +204,20 @@ def test_runs_survive_their_workers(two_workers: None, tmp_path: Path, monkeypat
     make_run(root, RUNS["done before"], [2, 1, 1, 1])
     train = made_up_training(tmp_path / "calls")
     found = run_all([*RUNS.values()], root, data=Path("data"), workers=2, watch=boards.append, train=train)
-    standings = dict(zip(RUNS, (progress.standing for progress in found), strict=True))
-    assert standings == {
-        "fine": Standing.FINISHED,
-        "dies once": Standing.FINISHED,
-        "raises": Standing.FAILED,
-        "breaks": Standing.NOT_FINITE,
-        "done before": Standing.FINISHED,
+    statuses = dict(zip(RUNS, (progress.status for progress in found), strict=True))
+    assert statuses == {
+        "fine": Status.FINISHED,
+        "dies once": Status.FINISHED,
+        "raises": Status.FAILED,
+        "breaks": Status.NOT_FINITE,
+        "done before": Status.FINISHED,
     }
     calls = {path.name: path.read_text() for path in Path("calls").iterdir()}
     assert set(calls) == {"0.1-0", "0.01-0", "0.01-1", "0.001-0", "0.0001-0"}
     assert set(calls.values()) == {f"1 {tmp_path / 'data'}"}
     assert found[2].error == "ArithmeticError: two lines"
     assert found[2].folder == folder_of(RUNS["raises"], tmp_path / "runs")
-    assert [progress.standing for progress in boards[0]] == [Standing.WAITING] * 4 + [Standing.FINISHED]
+    assert [progress.status for progress in boards[0]] == [Status.WAITING] * 4 + [Status.FINISHED]
     assert boards[-1] == found
 
 

@@ -17,9 +17,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from ..histories import History, State
+from ..wording import Estimate, Table, estimate, plain
 from .collect import Experiment, Series
-from .estimate import Estimate, estimate, plain
-from .table import Table
 
 BASELINES = ("AdamFused", "Adam")
 """Whom others are compared with: the first of these that there is."""

@@ -1,4 +1,4 @@
-"""Diagonals that the studies of applications compare, by name: ours, their rivals, the exact one where it is cheap."""
+"""The diagonals that the studies of applications compare, by name."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ from . import stacked_mlp
 Batches = Sequence[tuple[Tensor, Tensor]]
 Diagonal = Mapping[str, Tensor]
 """By parameter name, of the mean cross-entropy."""
-Find = Callable[[nn.Module, Batches, torch.Generator], Diagonal]
+Compute = Callable[[nn.Module, Batches, torch.Generator], Diagonal]
 
 _AT_ONCE = 50
-"""Examples of which each has gradients of its own in memory."""
+"""How many examples have their own gradients in memory."""
 
 
-def _ours(**how: Any) -> Find:
-    return lambda model, batches, generator: diagonal_over(model, F.cross_entropy, batches, generator=generator, **how)
+def _ours(**options: Any) -> Compute:
+    return lambda model, batches, generator: diagonal_over(
+        model, F.cross_entropy, batches, generator=generator, **options
+    )
 
 
 def ones(model: nn.Module, batches: Batches, generator: torch.Generator) -> Diagonal:
@@ -35,8 +37,8 @@ def empirical_fisher(model: nn.Module, batches: Batches, generator: torch.Genera
     """The mean over examples of the squared gradient of each: E[g²], not the square of a batch's mean."""
     params = {name: p.detach() for name, p in model.named_parameters()}
 
-    def loss(own: Mapping[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(torch.func.functional_call(model, dict(own), x.unsqueeze(0)), y.unsqueeze(0))
+    def loss(params: Mapping[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(torch.func.functional_call(model, dict(params), x.unsqueeze(0)), y.unsqueeze(0))
 
     each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))
     totals = {name: torch.zeros_like(p) for name, p in params.items()}
@@ -48,13 +50,13 @@ def empirical_fisher(model: nn.Module, batches: Batches, generator: torch.Genera
 
 
 def exact(model: nn.Module, batches: Batches, generator: torch.Generator) -> Diagonal:
-    """The diagonal of the Hessian itself, of MLPs: from full Hessians at the units of each example."""
+    """The diagonal of the Hessian of an MLP, from full Hessians at the units of each example."""
     if not isinstance(model, nn.Sequential) or not stacked_mlp.is_mlp(model):
         raise ValueError("the exact diagonal is cheap enough for MLPs only")
     totals = [torch.zeros_like(p) for p in model.parameters()]
     for x, y in _small(batches):
-        for total, own in zip(totals, stacked_mlp.exact(stacked_mlp.stack(model, x, y)), strict=True):
-            total += own.sum(0)
+        for total, each in zip(totals, stacked_mlp.exact(stacked_mlp.stack(model, x, y)), strict=True):
+            total += each.sum(0)
     count = sum(len(y) for _, y in batches)
     return {name: total / count for (name, _), total in zip(model.named_parameters(), totals, strict=True)}
 
@@ -63,7 +65,7 @@ def _small(batches: Batches) -> list[tuple[Tensor, Tensor]]:
     return [pair for x, y in batches for pair in zip(x.split(_AT_ONCE), y.split(_AT_ONCE), strict=True)]
 
 
-DIAGONALS: Mapping[str, Find] = {
+DIAGONALS: Mapping[str, Compute] = {
     "ones": ones,
     "g² per example": empirical_fisher,
     "HesScale": _ours(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -50,7 +51,7 @@ WORDS = Field(str, lambda value: isinstance(value, str) and value.isprintable() 
 
 
 @dataclass(frozen=True)
-class Task:
+class Task(ABC):
     """Examples, a network and a loss. A task of one's own has ``load`` and ``make``, and more if it needs more.
 
     What stands in ``FIELDS`` can be given other values, as ``--field name=value``.
@@ -66,17 +67,17 @@ class Task:
 
     FIELDS: ClassVar[Mapping[str, Field]] = {"batch": WHOLE, "weight_decay": NOT_NEGATIVE}
 
+    @abstractmethod
     def load(self, folder: Path | None) -> tuple[Labelled, Labelled]:
-        """Training and test examples; ``folder`` is what ``--data`` names."""
-        raise NotImplementedError(f"{type(self).__name__} has no load")
+        """Training and test examples; ``folder`` is --data."""
 
     def digest(self, folder: Path | None) -> str | None:
         """Of the data, where it is a file of the user's, so that runs on another one are not taken for these."""
         return None
 
+    @abstractmethod
     def make(self, generator: torch.Generator) -> nn.Module:
         """The network, freshly initialized from this generator."""
-        raise NotImplementedError(f"{type(self).__name__} has no make")
 
     def prepare(self, examples: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """What the network sees of a batch; changed at random, where a task does so, if there is a generator."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gzip
 import zlib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from importlib.resources import files
@@ -51,11 +52,10 @@ class TextTask(Task):
         return self._windows(content[:end]), self._windows(content[end:])
 
     def digest(self, folder: Path | None) -> str | None:
-        """Of the text; None if it cannot be read, which ``load`` explains should it be needed."""
-        try:
+        """The fingerprint of the text; None if it cannot be read."""
+        with suppress(DataError):  # a finished run does not need it, and ``load`` says what is wrong
             return sha256(read_text(self.text, folder)).hexdigest()[:16]
-        except DataError:
-            return None
+        return None
 
     def make(self, generator: torch.Generator) -> nn.Module:
         """The network, freshly initialized."""

@@ -15,8 +15,8 @@ import torch
 from typer.testing import CliRunner
 
 from hesscale_lab.cli import app, study
-from hesscale_lab.extras import what_to_install
-from hesscale_lab.studies import approximation_quality
+from hesscale_lab.startup import what_to_install
+from hesscale_lab.studies import quality as quality_study
 
 coverage = importlib.import_module("hesscale_lab.cli.coverage")  # the package has the command under that name
 SMALL = ("--quick", "--seeds", 2, "--examples", 2)
@@ -31,7 +31,7 @@ def quality(*arguments: object) -> tuple[int, str, str]:
 
 def without_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawing takes seconds."""
-    monkeypatch.setattr(study, "draw", lambda run, kind, records: None)
+    monkeypatch.setattr(study, "draw", lambda run, row, records: None)
 
 
 def test_it_prints_tables_and_writes_a_run(tmp_path: Path) -> None:
@@ -40,7 +40,7 @@ def test_it_prints_tables_and_writes_a_run(tmp_path: Path) -> None:
     assert code == 0
     config, environment = (json.loads((out / name).read_text()) for name in ("config.json", "environment.json"))
     records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert config["seeds"] == approximation_quality.authors_seeds(2)
+    assert config["seeds"] == quality_study.authors_seeds(2)
     assert config["command"] == "hesscale quality --network paper --seeds 2 --examples 2 --updates 0 --quick"
     assert environment["torch"] == str(torch.__version__)
     assert [record["seed"] for record in records if record["kind"] == "quality"] == config["seeds"]
@@ -51,16 +51,16 @@ def test_it_prints_tables_and_writes_a_run(tmp_path: Path) -> None:
 
 
 def test_it_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    measure = approximation_quality.measure
+    errors = quality_study._errors_at_once
     asked: list[int] = []
 
-    def interrupted(network: object, seed: int, **more: object) -> object:
-        asked.append(seed)
+    def interrupted(model: object, x: object, y: object, draws: object) -> object:
+        asked.append(draws.initial_seed())  # type: ignore[attr-defined]
         if len(asked) == 2:
             raise KeyboardInterrupt
-        return measure(network, seed, **more)  # type: ignore[arg-type]
+        return errors(model, x, y, draws)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(approximation_quality, "measure", interrupted)
+    monkeypatch.setattr(quality_study, "_errors_at_once", interrupted)
     without_figures(monkeypatch)
     code, _, complaint = quality(*SMALL, "--out", tmp_path)
     assert code == 130
@@ -68,7 +68,7 @@ def test_it_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyP
     first = (tmp_path / "metrics.jsonl").read_text()
     (tmp_path / "metrics.jsonl").write_text(first + first[:40])  # as if the interrupt had come while writing
     assert quality(*SMALL, "--out", tmp_path)[0] == 0
-    seeds = approximation_quality.authors_seeds(2)
+    seeds = quality_study.authors_seeds(2)
     assert asked == [*seeds, seeds[1]]
     finished = (tmp_path / "metrics.jsonl").read_text()
     assert finished.startswith(first)
@@ -157,7 +157,7 @@ def test_the_installed_command_is_the_one_that_says_it() -> None:
 
 def test_coverage_outside_a_clone_says_where_to_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(coverage, "measure_coverage", lambda: pytest.fail("measured in vain"))
+    monkeypatch.setattr(coverage, "measure", lambda: pytest.fail("measured in vain"))
     result = CliRunner().invoke(app, ["coverage"])
     assert result.exit_code == 2
     assert result.stderr == "hesscale: there is no folder docs here: say where the page goes with --out FILE\n"

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import hesscale
 from hesscale_lab.cli import app
-from hesscale_lab.plots.inspection import counts, figures
+from hesscale_lab.report.inspection import counts, figures
 
 SCRIPT = """
 import torch

@@ -12,13 +12,13 @@ import typer
 from typer.testing import CliRunner
 
 from hesscale_lab.cli.train import train
-from hesscale_lab.limits import MOST
-from hesscale_lab.locks import alone
+from hesscale_lab.files import alone
 from hesscale_lab.report.collect import collect
+from hesscale_lab.settings import MOST
 from hesscale_lab.tasks import download
 
 from ..small_archives import write_mnist
-from ..test_durable import disk_of
+from ..test_files import disk_of
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 app.command()(train)
@@ -62,7 +62,7 @@ def test_usual_values_leave_a_run_its_name(tmp_path: Path) -> None:
     usual = ("--every", 1, "--bound", "none", "--eps", 1e-8, "--rank", 0, "--trust-region", "none")
     assert command("digits", "--epochs", 1, "--out", tmp_path)[0] == 0
     (path,) = tmp_path.rglob("config.json")
-    assert "options" not in json.loads(path.read_text())  # as runs of before have it
+    assert json.loads(path.read_text())["options"] == {}
     assert command("digits", "--epochs", 1, *usual, "--out", tmp_path)[2] == ""
     assert list(tmp_path.rglob("config.json")) == [path]
 

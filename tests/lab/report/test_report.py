@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
-from base64 import b64decode
+import shutil
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -15,20 +15,19 @@ import typer
 from typer.testing import CliRunner
 
 from hesscale_lab.cli.report import report as report_command
+from hesscale_lab.figures import STYLES, styles
 from hesscale_lab.optimizers import PAPERS
-from hesscale_lab.plots import learning_curves, sensitivity
-from hesscale_lab.plots.colors import STYLES, styles
-from hesscale_lab.plots.learning_curves import Against
+from hesscale_lab.report import learning_curves, sensitivity
 from hesscale_lab.report.collect import Experiment, collect
-from hesscale_lab.report.estimate import Estimate, estimate, plain
+from hesscale_lab.report.learning_curves import Against
 from hesscale_lab.report.paper import paper_curves
 from hesscale_lab.report.tables import final_table, settings_table
-from hesscale_lab.wording import counted, power
+from hesscale_lab.wording import Estimate, counted, estimate, plain, power
 
 from ..made_up_runs import ADAM, cut_off, make_run, make_seeds
 
 MNIST = replace(ADAM, task="mnist-mlp")
-PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR42mNoAAAAggCBd81ytgAAAABJRU5ErkJggg=="
+RESULTS = Path(__file__).parents[3] / "results"
 VOID = {"meta", "img", "source", "br", "link", "hr", "input"}
 
 app = typer.Typer()
@@ -243,9 +242,9 @@ def test_the_page_needs_nothing_else(tmp_path: Path) -> None:
         make_seeds(runs, replace(MNIST, lr=lr), [[2, 1, 1, lr], [2, 1.1, 1, 0.5]])
     make_run(runs, replace(MNIST, optimizer="SGD", beta2=0.0), [2, 1], end="not finite")
     study = runs / "quality"
-    study.mkdir()
-    (study / "config.json").write_text(json.dumps({"command": "hesscale quality", "title": "a <b> & c"}))
-    (study / "quality.png").write_bytes(b64decode(PIXEL))
+    shutil.copytree(RESULTS / "quality" / "paper", study)
+    config = json.loads((study / "config.json").read_text())
+    (study / "config.json").write_text(json.dumps({**config, "title": "a <b> & c"}))
     (runs / "broken").mkdir()
     (runs / "broken" / "config.json").write_text("{")
     out = tmp_path / "new" / "report"
@@ -258,12 +257,15 @@ def test_the_page_needs_nothing_else(tmp_path: Path) -> None:
         "report.html",
         "report.csv",
         "seconds.csv",
+        "quality.csv",
+        "quality-quality.png",
+        "quality-time.png",
         *(f"{name}.{kind}" for name in names for kind in ("png", "svg")),
     }
     text = (out / "report.html").read_text()
     page = Page(text)
     images = page.named("img")
-    assert len(images) == 4
+    assert len(images) == 5
     assert all((image["src"] or "").startswith("data:image/png;base64,iVBOR") and image["alt"] for image in images)
     assert all((source["srcset"] or "").startswith("data:image/png;base64,") for source in page.named("source"))
     assert "http:" not in text
@@ -297,18 +299,6 @@ def test_a_report_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None
     assert code == 1
     assert complaint.startswith(f"hesscale: cannot write to {tmp_path / 'taken'}: ")
     assert complaint.count("\n") == 1
-
-
-def test_older_runs_have_the_librarys_names(tmp_path: Path) -> None:
-    for name in ("BL89", "AdaBL89"):
-        make_run(tmp_path, replace(MNIST, optimizer=name, seed=len(name)), [2, 1, 1, 0.5])
-    experiment = only(tmp_path)
-    (series,) = experiment.series
-    assert (series.optimizer, len(series.seeds)) == ("AdaBL89", 2)
-    assert all("--optimizer AdaBL89 " in command for command in series.commands)
-    table = final_table(experiment, paper_curves("mnist-mlp"))
-    assert table.rows[0][-1]  # the paper's BL89 stands beside it
-    assert table.headings[:2] == ("optimizer", "lr")
 
 
 def test_one_is_singular(tmp_path: Path) -> None:

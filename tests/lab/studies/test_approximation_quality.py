@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from hesscale_lab.studies import error_per_time
-from hesscale_lab.studies.approximation_quality import (
-    AS_CODED,
-    RANKS,
-    REFERENCE,
-    ZERO,
-    authors_seeds,
-    is_record,
-    layers_of,
-    measure,
-    summarize,
-)
+from hesscale_lab.studies import quality, quality_time
+from hesscale_lab.studies.quality import AS_CODED, authors_seeds, layers_of, summarize
+from hesscale_lab.studies.quality_time import RANKS
+from hesscale_lab.studies.study import REFERENCE, ZERO
 from hesscale_lab.tasks import synthetic
 from hesscale_lab.tasks.networks import NETWORKS, Network, Size, mlp, seeded, sources, train
 
@@ -28,10 +20,14 @@ PAPER = NETWORKS["paper"]
 TINY = Network("tiny", lambda: mlp(6, 3, 10, activation=nn.Tanh), Size(1, 1, 0), Size(1, 1, 0), synthetic.noise)
 
 
-def measured(network: Network, seed: int, **size: int) -> list[dict[str, Any]]:
-    training, testing = sources(network, None)
-    asked = dataclasses.replace(Size(1, 2, 0), **size)
-    return list(measure(network, seed, size=asked, training=training, testing=testing))
+@pytest.fixture(autouse=True)
+def tiny_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(NETWORKS, "tiny", TINY)  # type: ignore[arg-type]
+
+
+def measured(network: str, seed: int, *, kind: str = "quality", **sizes: int) -> list[dict[str, Any]]:
+    config = {"network": network, "seeds": [seed], "examples": 2, "updates": 0, "rounds": 1, **sizes}
+    return list(quality.measure((kind, seed), config, data=None, folder=Path()))  # type: ignore[arg-type]
 
 
 def test_seeds_are_the_authors() -> None:
@@ -40,7 +36,7 @@ def test_seeds_are_the_authors() -> None:
 
 
 def test_hesscale_is_nearest_and_the_order_is_that_of_the_paper() -> None:
-    records = [record for seed in authors_seeds(3) for record in measured(PAPER, seed, examples=60)]
+    records = [record for seed in authors_seeds(3) for record in measured("paper", seed, examples=60)]
     lines = {line.method: line for line in summarize(records, "initial")}
     relative = {method: line.relative for method, line in lines.items()}
     assert list(lines)[:4] == [*reversed(RANKS), REFERENCE]  # every column takes some of the error away
@@ -54,7 +50,7 @@ def test_hesscale_is_nearest_and_the_order_is_that_of_the_paper() -> None:
 
 
 def test_the_last_layer_is_exact_for_those_that_say_so() -> None:
-    lines = {line.method: line.by_layer for line in summarize(measured(PAPER, 1), "initial")}
+    lines = {line.method: line.by_layer for line in summarize(measured("paper", 1), "initial")}
     for method in (REFERENCE, "HesScale rank=1", "HesScale rank=3", "HesScaleGN", "GGN"):
         assert lines[method][-1] < 1e-12
         assert min(lines[method][:-1]) > 1e-3
@@ -66,12 +62,12 @@ def test_the_last_layer_is_exact_for_those_that_say_so() -> None:
 
 def test_same_seeds_give_same_numbers_and_leave_the_generator_alone() -> None:
     before = torch.random.get_rng_state()
-    assert measured(TINY, 7) == measured(TINY, 7)
+    assert measured("tiny", 7) == measured("tiny", 7)
     assert torch.equal(before, torch.random.get_rng_state())
 
 
 def test_trained_networks_are_measured_before_and_after() -> None:
-    before, after = measured(TINY, 0, updates=3)
+    before, after = measured("tiny", 0, updates=3)
     assert (before["stage"], after["stage"]) == ("initial", "trained")
     assert before["errors"] != after["errors"]
     assert summarize([before, after], "trained")[0].relative_by_seed
@@ -80,19 +76,11 @@ def test_trained_networks_are_measured_before_and_after() -> None:
 @pytest.mark.parametrize("name", ["cnn", "transformer"])
 def test_other_networks_go_through_the_library(name: str) -> None:
     network = NETWORKS[name]
-    (record,) = measured(network, 0, examples=1)
+    (record,) = measured(name, 0, examples=1)
     lines = [line.method for line in summarize([record], "initial")]
     assert lines[:4] == [*reversed(RANKS), REFERENCE]
     assert ("KFAC-MC1" in record["errors"]) == (name == "cnn")
     assert record["layers"] == layers_of(seeded(network.make, 0))
-
-
-def test_results_from_before_there_were_columns_are_summarized_beside_new_ones() -> None:
-    new = measured(TINY, 1)[0]
-    old = {**new, "seed": 2, "errors": {k: e for k, e in new["errors"].items() if k not in RANKS}}
-    assert is_record(old)
-    for records in ([old], [old, new], [new, old]):
-        assert {line.method for line in summarize(records, "initial")} == set(old["errors"])
 
 
 def test_layers_are_what_a_reader_would_call_one() -> None:
@@ -113,18 +101,17 @@ def test_synthetic_tasks_can_be_learned(name: str) -> None:
 
 def test_as_many_samples_as_fit_are_read_off_the_measured_times() -> None:
     seconds = {("GGN-MC", count): second for count, second in ((1, 3.0), (4, 4.5), (16, 6.5), (64, 16.1))}
-    assert error_per_time.time_of(seconds, "GGN-MC", 3) == pytest.approx(4.0)
-    assert error_per_time.time_of(seconds, "GGN-MC", 64) == pytest.approx(16.1)
-    assert error_per_time.affordable(seconds, "GGN-MC", 4.1) == 3
-    assert error_per_time.affordable(seconds, "GGN-MC", 17.2) == 69
-    assert error_per_time.affordable(seconds, "GGN-MC", 1.0) == 1
+    assert quality_time.time_of(seconds, "GGN-MC", 3) == pytest.approx(4.0)
+    assert quality_time.time_of(seconds, "GGN-MC", 64) == pytest.approx(16.1)
+    assert quality_time.affordable(seconds, "GGN-MC", 4.1) == 3
+    assert quality_time.affordable(seconds, "GGN-MC", 17.2) == 69
+    assert quality_time.affordable(seconds, "GGN-MC", 1.0) == 1
 
 
 def test_error_per_time_gives_every_method_a_row() -> None:
-    data, _ = sources(TINY, None)
-    records = list(error_per_time.measure(TINY, 0, size=Size(1, 1, 0), rounds=1, training=data, testing=data))
-    for batch in error_per_time.BATCH_SIZES:
+    records = measured("tiny", 0, kind="time")
+    for batch in quality_time.BATCH_SIZES:
         cell = {record["method"]: record for record in records if record["batch"] == batch}
-        assert set(cell) == {*error_per_time.SINGLE, *error_per_time.SAMPLED, *error_per_time.BOUNDS}
+        assert set(cell) == {*quality_time.SINGLE, *quality_time.SAMPLED, *quality_time.BOUNDS}
         assert cell["HesScale rank=full"]["error"] < cell["HesScale"]["error"] < cell["|diag H|"]["error"]
         assert all(record["seconds"] > 0 for record in cell.values() if record["seconds"] is not None)

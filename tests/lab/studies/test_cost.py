@@ -16,10 +16,9 @@ from torch.profiler import record_function
 from typer.testing import CliRunner
 
 from hesscale_lab.cli import study
-from hesscale_lab.cli.cost import cost as command
-from hesscale_lab.plots import cost as plot
-from hesscale_lab.studies import cost, optimizer_steps, step_memory
-from hesscale_lab.studies.rounds import Clocks, Watch, interleaved
+from hesscale_lab.cli.study import cost as command
+from hesscale_lab.studies import cost, cost_steps, cost_timing
+from hesscale_lab.studies.cost_timing import Clocks, Watch, interleaved
 from hesscale_lab.tasks import cost_networks
 from hesscale_lab.tasks.cost_networks import Cell, Problem
 
@@ -51,22 +50,22 @@ def records_in(folder: Path) -> list[dict[str, object]]:
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cost_networks, "CELLS", TINY)
     monkeypatch.setattr(cost_networks, "WEIGHED", (cell("memory", 1),))
-    monkeypatch.setattr(cost, "_PIECE", 1e-9)
+    monkeypatch.setattr(cost_timing, "_PIECE", 1e-9)
     chosen = ("Adam", "Adam fused", "AdaHesScale", "AdaHessian", "exact GGN")
-    methods = tuple(method for method in optimizer_steps.METHODS if method.name in chosen)
-    monkeypatch.setattr(optimizer_steps, "METHODS", methods)
+    methods = tuple(method for method in cost_steps.METHODS if method.name in chosen)
+    monkeypatch.setattr(cost_steps, "METHODS", methods)
 
 
 @pytest.mark.usefixtures("tiny")
 def test_it_prints_tables_and_writes_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    views = {name: plot._VIEWS[name] for name in ("cost", "cost-relative")}  # drawing takes seconds
-    monkeypatch.setattr(plot, "_VIEWS", views)
+    views = {name: cost._VIEWS[name] for name in ("cost", "cost-relative")}  # drawing takes seconds
+    monkeypatch.setattr(cost, "_VIEWS", views)
     code, printed, _ = run(*SMALL, "--out", tmp_path)
     assert code == 0
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["command"] == "hesscale cost --rounds 2 --threads 1 --quick"
     records = records_in(tmp_path)
-    assert {record["optimizer"] for record in records} == {method.name for method in optimizer_steps.METHODS}
+    assert {record["optimizer"] for record in records} == {method.name for method in cost_steps.METHODS}
     assert records[0]["cell"] == "1 layers, batch 1"  # those of the headline come first
     units = [record for record in records if record["optimizer"] == "Adam"]
     assert len(units) == len(TINY) + 1
@@ -81,8 +80,8 @@ def test_it_prints_tables_and_writes_a_run(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.usefixtures("tiny")
 def test_parts_and_interrupts_go_on_where_they_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(study, "draw", lambda run, kind, records: None)
-    measure, asked = cost.measure, []
+    monkeypatch.setattr(study, "draw", lambda run, row, records: None)
+    measure, asked = cost.measure_time, []
 
     def interrupted(cell: Cell, *more: object, **options: object) -> object:
         asked.append(cell.name)
@@ -90,7 +89,7 @@ def test_parts_and_interrupts_go_on_where_they_stopped(tmp_path: Path, monkeypat
             raise KeyboardInterrupt
         return measure(cell, *more, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(cost, "measure", interrupted)
+    monkeypatch.setattr(cost, "measure_time", interrupted)
     assert run(*SMALL, "--only", "headline", "--out", tmp_path)[0] == 0
     assert asked == ["1 layers, batch 1"]
     config = json.loads((tmp_path / "config.json").read_text())
@@ -116,9 +115,9 @@ def test_parts_and_interrupts_go_on_where_they_stopped(tmp_path: Path, monkeypat
 def test_peers_that_are_not_installed_are_left_out_with_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(study, "draw", lambda run, kind, records: None)
-    peer = optimizer_steps.Method("theirs", lambda problem: pytest.fail("used"), package=("not_there", "not-there"))
-    monkeypatch.setattr(optimizer_steps, "METHODS", (*optimizer_steps.METHODS, peer))
+    monkeypatch.setattr(study, "draw", lambda run, row, records: None)
+    peer = cost_steps.Method("theirs", lambda problem: pytest.fail("used"), package=("not_there", "not-there"))
+    monkeypatch.setattr(cost_steps, "METHODS", (*cost_steps.METHODS, peer))
     code, _, complaint = run(*SMALL, "--only", "memory", "--out", tmp_path)
     assert code == 0
     assert complaint.strip() == "hesscale: left out “theirs”: pip install --no-deps not-there"
@@ -136,11 +135,11 @@ def test_a_count_too_low_is_one_line_and_code_2(option: str, tmp_path: Path) -> 
 def test_one_optimizer_is_measured_beside_the_two_it_is_compared_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(study, "draw", lambda run, kind, records: None)
+    monkeypatch.setattr(study, "draw", lambda run, row, records: None)
     options = ("--only", "headline", "--optimizer", "AdaHesScale", "--out", tmp_path)
     assert run(*SMALL, *options)[0] == 0
     measured = {record["optimizer"] for record in records_in(tmp_path)}
-    assert measured == {optimizer_steps.UNIT, optimizer_steps.HARDEST, "AdaHesScale"}
+    assert measured == {cost_steps.UNIT, cost_steps.HARDEST, "AdaHesScale"}
     code, _, complaint = run(*SMALL, "--only", "headline", "--out", tmp_path)
     assert code != 0  # a folder of some optimizers does not become one of all
     assert "optimizers" in complaint
@@ -280,21 +279,21 @@ def test_the_peak_of_memory_is_counted_in_bytes() -> None:
             del kept
             torch.empty(300)
 
-    assert step_memory.peak_bytes(work) == (4 * 1500, 4 * 1000)
+    assert cost_timing.peak_bytes(work) == (4 * 1500, 4 * 1000)
 
 
 # what torch.compile makes is tested with the optimizers, and takes its time
-UNCOMPILED = [m for m in optimizer_steps.METHODS if "fused" not in m.name or m.name == optimizer_steps.HARDEST]
+UNCOMPILED = [m for m in cost_steps.METHODS if "fused" not in m.name or m.name == cost_steps.HARDEST]
 
 
 @pytest.mark.parametrize("method", UNCOMPILED, ids=lambda method: method.name)
-def test_every_optimizer_makes_steps_that_leave_no_gradient(method: optimizer_steps.Method) -> None:
+def test_every_optimizer_makes_steps_that_leave_no_gradient(method: cost_steps.Method) -> None:
     if not method.installed:
         pytest.skip(f"needs {method.package}")
     problem: Problem = TINY[0].problem()
     params = list(problem.network.parameters())
     assert method.fits(problem)
-    with optimizer_steps.known_warnings():
+    with cost_steps.known_warnings():
         step = method.step(problem)
         for _ in range(2):
             step.backward(step.forward())
@@ -307,7 +306,7 @@ def test_every_optimizer_makes_steps_that_leave_no_gradient(method: optimizer_st
 
 def test_a_compiled_step_leaves_no_gradient_either() -> None:
     problem: Problem = TINY[0].problem()
-    step = optimizer_steps._compiled_second_order(problem, backend="eager")
+    step = cost_steps._compiled_second_order(problem, backend="eager")
     params = list(problem.network.parameters())
     for _ in range(2):
         step.backward(step.forward())
@@ -319,18 +318,18 @@ def test_a_compiled_step_leaves_no_gradient_either() -> None:
 
 def test_compiled_passes_are_measured_beside_eager_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     by_eager = {
-        "AdaHesScale compiled": functools.partial(optimizer_steps._compiled_second_order, backend="eager"),
-        "curvature pass compiled": functools.partial(optimizer_steps._curvature_pass, backend="eager"),
+        "AdaHesScale compiled": functools.partial(cost_steps._compiled_second_order, backend="eager"),
+        "curvature pass compiled": functools.partial(cost_steps._curvature_pass, backend="eager"),
     }
     methods = [
         replace(method, step=by_eager.get(method.name, method.step))
-        for method in optimizer_steps.COMPILED
+        for method in cost_steps.COMPILED
         if method.name not in ("Adam compiled", "plain pass compiled")
     ]
-    monkeypatch.setattr("hesscale_lab.cli.cost.COMPILED", methods)
+    monkeypatch.setattr(cost_steps, "COMPILED", methods)
     monkeypatch.setattr(cost_networks, "COMPILED", (TINY[3],))
-    monkeypatch.setattr(cost, "_PIECE", 1e-9)
-    monkeypatch.setattr(study, "draw", lambda run, kind, records: None)
+    monkeypatch.setattr(cost_timing, "_PIECE", 1e-9)
+    monkeypatch.setattr(study, "draw", lambda run, row, records: None)
     code, printed, _ = run(*SMALL, "--compiled", "--out", tmp_path)
     assert code == 0
     assert {record["optimizer"] for record in records_in(tmp_path)} == {method.name for method in methods}
@@ -342,21 +341,21 @@ def test_compiled_passes_are_measured_beside_eager_ones(tmp_path: Path, monkeypa
 
 
 def test_peers_are_found_by_their_module() -> None:
-    for method in optimizer_steps.METHODS:
+    for method in cost_steps.METHODS:
         if method.package is not None:
             assert method.installed == (importlib.util.find_spec(method.package[0]) is not None)
 
 
 def test_backpack_is_offered_without_the_torch_that_it_would_bring() -> None:
-    absent = [method for method in optimizer_steps.METHODS if method.package is not None]
-    hint = optimizer_steps.left_out([replace(method, package=("not_there", method.package[1])) for method in absent])
+    absent = [method for method in cost_steps.METHODS if method.package is not None]
+    hint = cost_steps.left_out([replace(method, package=("not_there", method.package[1])) for method in absent])
     assert hint is not None
     assert hint.endswith("pip install --no-deps backpack-for-pytorch einops unfoldNd pytorch_optimizer")
 
 
 @pytest.mark.usefixtures("tiny")
 def test_a_damaged_line_is_named_and_the_rest_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(study, "draw", lambda run, kind, records: None)
+    monkeypatch.setattr(study, "draw", lambda run, row, records: None)
     assert run(*SMALL, "--only", "headline", "--out", tmp_path)[0] == 0
     with (tmp_path / "metrics.jsonl").open("ab") as file:
         file.write(b'\xff garbage\n{"kind": "time", "cell": "half of a record"}\n')

@@ -10,10 +10,9 @@ import torch
 from typer.testing import CliRunner
 
 from hesscale_lab.cli import app
-from hesscale_lab.report.kinds import kind_of
-from hesscale_lab.report.laplace_tables import laplace_csv, laplace_tables
 from hesscale_lab.studies import laplace
-from hesscale_lab.study_table import STUDIES
+from hesscale_lab.studies.table import STUDIES
+from hesscale_lab.wording import csv_text
 
 
 def draws(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -53,11 +52,11 @@ def record(diagonal: str, seed: int, nll: float) -> dict[str, Any]:
 
 def test_table_and_file() -> None:
     records = [record("MAP", 0, 0.1), record("MAP", 1, 0.3)]
-    assert all(laplace.is_record(one) for one in records)
-    (table,) = laplace_tables({}, records)
+    assert all(laplace.STUDY.checks["laplace"](one) for one in records)
+    (table,) = laplace.tables({}, records)
     assert table.rows == (("MAP", "90.0 ± 0.0", "0.200 ± 0.141", "1.0 ± 0.0", "80.0 ± 0.0", "70.0 ± 0.0"),)
-    assert laplace_csv(records).splitlines()[1].startswith("MAP,,,2,0.9000,0.0000,0.2000,0.1414")
-    assert not [*laplace_tables({}, [])]
+    assert csv_text(laplace.rows(records)).splitlines()[1].startswith("MAP,,,2,0.9000,0.0000,0.2000,0.1414")
+    assert not [*laplace.tables({}, [])]
 
 
 def test_noise_is_images() -> None:
@@ -93,9 +92,7 @@ def test_the_command_measures_and_goes_on(tmp_path: Path, monkeypatch: pytest.Mo
     assert CliRunner().invoke(app, arguments).exit_code == 0
     assert [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()] == [*map(json.loads, lines)]
     assert "HesScaleGN, likeliest, linearized" in first.stdout
-    kind = kind_of(json.loads((out / "config.json").read_text()))
-    assert kind is not None
-    assert kind.name == "study laplace"
+    assert json.loads((out / "config.json").read_text())["kind"] == "laplace"
 
 
 @pytest.mark.filterwarnings("ignore")  # theirs

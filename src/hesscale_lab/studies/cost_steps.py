@@ -1,6 +1,6 @@
-"""The optimizers of the cost comparison as a table: how a step of each is made, by us and by others as users make it.
+"""The optimizers of the cost comparison as a table: how their users make a step, with hesscale or another library.
 
-All of them move parameters by next to nothing (``STEP_SIZE``), so that the last network measured is the first one.
+The step size is next to nothing, so that the network stays the same.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from ..tasks.cost_networks import Problem
 
 STEP_SIZE = 1e-8
 UNIT, HARDEST = "Adam", "Adam fused"
-"""What costs are relative to, and the hardest first-order step to compare with."""
+"""The unit of all costs, and the fastest first-order step."""
 
-_FEASIBLE = 2e9  # entries that the passes of an exact diagonal write
+_FEASIBLE = 2e9  # entries that the passes of an exact diagonal may write
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,9 @@ class Method:
     name: str
     step: Callable[[Problem], Step]
     fits: Callable[[Problem], bool] = lambda problem: True
-    period: int = 1  # after how many steps their costs repeat
-    exact: bool = False  # no optimizer anybody would use, but what the others approximate
-    package: tuple[str, str] | None = None  # the module it needs and what to install for it
+    period: int = 1  # the number of steps after which the cost repeats
+    exact: bool = False  # an exact diagonal, which the others approximate
+    package: tuple[str, str] | None = None  # the module that it needs, and what to install
 
     @property
     def installed(self) -> bool:
@@ -82,7 +82,7 @@ def _hutchinson(problem: Problem) -> Step:
 
 
 def _twice_differentiable(problem: Problem) -> Callable[[], Tensor]:
-    """The loss; fused attention has no second derivative, so whoever needs one must do without."""
+    """The loss without fused attention, which has no second derivative."""
     if not any(isinstance(module, nn.MultiheadAttention) for module in problem.network.modules()):
         return problem.loss
 
@@ -94,15 +94,15 @@ def _twice_differentiable(problem: Problem) -> Callable[[], Tensor]:
 
 
 def _exact(estimator: str, problem: Problem) -> Step:
-    """Adam on an exact diagonal; the estimator makes a forward pass of its own, which counts as backward here."""
+    """Adam on an exact diagonal; the estimator's own forward pass counts as backward."""
     optimizer = CurvatureScaled(problem.network.parameters(), lr=STEP_SIZE)
     batch = (problem.inputs, problem.targets)
 
     def backward(loss: Tensor) -> None:
         loss.backward()
-        found = hesscale.estimate(estimator, problem.network, F.cross_entropy, batch)
+        diagonal = hesscale.estimate(estimator, problem.network, F.cross_entropy, batch)
         for name, p in problem.network.named_parameters():
-            p.curvature = found[name]  # type: ignore[attr-defined]
+            p.curvature = diagonal[name]  # type: ignore[attr-defined]
 
     return Step(problem.loss, backward, optimizer.step, optimizer.zero_grad)
 
@@ -245,10 +245,9 @@ def installed() -> tuple[Method, ...]:
 
 
 def left_out(methods: Sequence[Method] | None = None) -> str | None:
-    """One line about the rows that cannot, and what to install for them; None if there are none.
+    """One line about the rows that cannot be measured, and what to install; None if there are none.
 
-    Without dependencies, since BackPACK asks for torchvision, which would bring a torch of its own; what they really
-    need is named.
+    Without dependencies, because BackPACK asks for torchvision, which may bring another torch.
     """
     absent = [method for method in methods or METHODS if not method.installed]
     packages = " ".join(method.package[1] for method in absent if method.package)
@@ -258,7 +257,7 @@ def left_out(methods: Sequence[Method] | None = None) -> str | None:
 
 @contextmanager
 def known_warnings() -> Iterator[None]:
-    """Silence, in here, for what torch says of the peers in every step and what its compiler says of itself."""
+    """Silences what torch says about the other libraries in every step, and about its own compiler."""
     with warnings.catch_warnings():
         for message in (
             r"Using backward\(\) with create_graph=True",  # which pytorch_optimizer's AdaHessian asks for

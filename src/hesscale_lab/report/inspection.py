@@ -9,14 +9,14 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from .drawn import Drawn, tidy, verbatim
+from ..figures import BLUE, VERMILION, Plot, tidy, verbatim
 
 _BINS = 48
 _DECADES = 10
 """What is so many powers of ten below the largest is counted with what is zero."""
 
 
-def figures(diagonal: Mapping[str, Tensor]) -> Iterator[Drawn]:
+def figures(diagonal: Mapping[str, Tensor]) -> Iterator[Plot]:
     """The histogram of all entries, and the heat map; none if all are zero."""
     values = {name: h.detach().flatten().double().cpu() for name, h in diagonal.items()}
     largest = max(float(h.abs().max()) for h in values.values())
@@ -24,13 +24,13 @@ def figures(diagonal: Mapping[str, Tensor]) -> Iterator[Drawn]:
         return
     top = math.ceil(math.log10(largest))
     edges = torch.linspace(top - _DECADES, top, _BINS + 1, dtype=torch.float64)
-    yield Drawn(
+    yield Plot(
         "histogram",
         "How many entries of the diagonal are of which size, those above and those below zero. "
         f"Not shown: {_share_left_out(values, edges):.1%} that are zero or below {10.0 ** float(edges[0]):.0e}.",
         _histogram(values, edges),
     )
-    yield Drawn(
+    yield Plot(
         "heatmap",
         "The same for every parameter, as a share of its entries, whatever their sign. Dark: many.",
         _heat_map(values, edges),
@@ -52,7 +52,7 @@ def _histogram(values: Mapping[str, Tensor], edges: Tensor) -> Figure:
     everything = torch.cat([*values.values()])
     figure = Figure(figsize=(7.2, 3.4), layout="constrained", dpi=150)
     axes = figure.subplots()
-    signs = (("h > 0", everything[everything > 0], "#0072B2"), ("h < 0", everything[everything < 0], "#D55E00"))
+    signs = (("h > 0", everything[everything > 0], BLUE), ("h < 0", everything[everything < 0], VERMILION))
     for label, some, color in signs:
         axes.stairs(counts(some, edges).tolist(), edges.tolist(), color=color, fill=True, alpha=0.55, label=label)
     axes.set(xlabel="log₁₀|h|", ylabel="entries", yscale="symlog")

@@ -9,10 +9,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator, StrMethodFormatter
 
-from ..report.collect import Experiment, Series
+from ..figures import styles, tidy, verbatim
 from ..wording import power
-from .colors import styles
-from .drawn import tidy, verbatim
+from .collect import Experiment, Series
 
 METRIC = "test_loss"
 _LABELS = 6  # step sizes that have a label each; of more, the powers of ten

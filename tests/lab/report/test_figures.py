@@ -14,13 +14,13 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from hesscale_lab.plots import cost, error_per_time, learning_curves, sensitivity
-from hesscale_lab.plots.learning_curves import Against
+from hesscale_lab.report import learning_curves, sensitivity
 from hesscale_lab.report import write as writing
 from hesscale_lab.report.collect import Experiment, collect
+from hesscale_lab.report.learning_curves import Against
 from hesscale_lab.report.paper import paper_curves
 from hesscale_lab.report.write import write
-from hesscale_lab.studies.approximation_quality import RANKS
+from hesscale_lab.studies import cost, quality_time
 
 from ..made_up_runs import ADAM, make_run, make_seeds
 
@@ -125,8 +125,7 @@ def test_cost_figures_show_every_cell_and_say_what_they_show() -> None:
 @pytest.mark.parametrize("name", ["quality/mnist-relu", "cost"])
 def test_figures_of_committed_studies_show_everything(name: str) -> None:
     (study,) = collect([RESULTS / name]).studies
-    assert study.kind
-    for drawn in study.kind.figures(study.config, study.records):
+    for drawn in study.study.figures(study.config, study.records):
         assert_nothing_is_cut_off(drawn.figure)
 
 
@@ -137,26 +136,12 @@ def time_records(errors: dict[str, float]) -> list[dict[str, Any]]:
 
 def test_an_error_that_is_rounding_stands_at_the_foot_of_a_logarithmic_scale() -> None:
     records = time_records({"HesScale": 1.0, "HesScale rank=1": 0.3, "HesScale rank=full": 1e-16})
-    (drawn,) = error_per_time.figures({"title": "ReLU"}, records)
+    (drawn,) = quality_time.figures({"title": "ReLU"}, records)
     assert_nothing_is_cut_off(drawn.figure)
     (axes,) = drawn.figure.axes
     assert axes.get_ylim()[0] > 0.1
     (mark,) = (line for line in axes.lines if line.get_fillstyle() == "none")
     assert 0 < float(mark.get_ydata()[0]) < 0.1  # of the panel's height
-
-
-def test_studies_from_before_there_were_columns_are_drawn() -> None:
-    (study,) = collect([RESULTS / "quality" / "cnn"]).studies
-    assert study.kind
-    old = [
-        {**record, "errors": {method: e for method, e in record["errors"].items() if method not in RANKS}}
-        if record["kind"] == "quality"
-        else record
-        for record in study.records
-        if record.get("method") not in RANKS
-    ]
-    assert len(old) < len(study.records)
-    assert [drawn.name for drawn in study.kind.figures(study.config, old)] == ["quality", "time"]
 
 
 def test_an_odd_number_of_cells_is_drawn() -> None:
@@ -165,7 +150,7 @@ def test_an_odd_number_of_cells_is_drawn() -> None:
     cells = list(dict.fromkeys((record["stage"], record["batch"]) for record in records))
     assert len(cells) == 4
     kept = [record for record in records if (record["stage"], record["batch"]) != cells[0]]
-    (drawn,) = error_per_time.figures({"title": "three"}, kept)
+    (drawn,) = quality_time.figures({"title": "three"}, kept)
     assert sum(axes.axison for axes in drawn.figure.axes) == 3
 
 

@@ -22,11 +22,10 @@ from matplotlib.ticker import (
     StrMethodFormatter,
 )
 
+from ..figures import styles, tidy, verbatim
 from ..histories import METRICS, QUANTITIES, SPLITS
-from ..report.collect import Experiment, Series
-from ..report.paper import PaperCurve
-from .colors import styles
-from .drawn import tidy, verbatim
+from .collect import Experiment, Series
+from .paper import PaperCurve
 
 _SPLIT_NAMES = {"train": "training", "valid": "validation", "test": "test"}
 _WIDTH = 4.2  # inches of a panel

@@ -1,27 +1,34 @@
-"""What sampling buys in the time HesScale takes, with columns and without: how many samples fit, what error they leave.
+"""What sampled estimates reach in the time that HesScale takes, with columns and without.
 
 All methods run through ``hesscale.estimate`` on the same batches, in interleaved rounds, so that a busy moment of the
 machine hits all of them. Sampled methods are timed with several numbers of samples; how many fit in the time of
-HesScale at each of its ranks is read off the line between them.
+HesScale at each of its ranks follows by interpolation.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import fmean, median
 from typing import Any, cast
 
 import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import hesscale
+from hesscale.columns.dial import Rank
 
-from ..tasks.networks import BATCH, Data, Network, Size, seeded, train
+from ..figures import BLUE, GREEN, SKY, VERMILION, Plot, label_log, tidy, verbatim
+from ..tasks.networks import BATCH, Data
+from ..wording import Table
 from . import stacked_mlp as stacked
-from .approximation_quality import RANKS, REFERENCE, STAGES
-from .reading import Record, by, is_size
+from .study import REFERENCE, STAGES, Config, Record, Records, by, is_size
+
+RANKS: Mapping[str, Rank] = {f"{REFERENCE} rank={rank}": rank for rank in (1, 3, "full")}
+"""HesScale with columns, by label."""
 
 SAMPLED: Mapping[str, str] = {"AdaHessian-MC": "hutchinson", "GGN-MC": "ggn_mc"}
 SINGLE: Mapping[str, tuple[str, Mapping[str, Any]]] = {
@@ -53,28 +60,23 @@ def is_record(record: Record) -> bool:
     )
 
 
-def cells_of(records: Iterable[Record]) -> dict[tuple[str, int], list[Record]]:
-    """The timed records by stage and batch size, where HesScale, the unit of all others, is among them."""
+def cells_of(records: Records) -> dict[tuple[str, int], list[Record]]:
+    """The timed records by stage and batch size; without HesScale, the unit of all others, a group is left out."""
     cells = by((record for record in records if record["kind"] == "time"), "stage", "batch")
     return {key: cell for key, cell in cells.items() if any(record["method"] == REFERENCE for record in cell)}
 
 
-def measure(
-    network: Network, seed: int, *, size: Size, rounds: int, training: Data, testing: Data
-) -> Iterator[dict[str, Any]]:
-    """The records of one network, at every stage and for every batch size."""
-    model = seeded(network.make, seed)
-    for stage, updates in zip(STAGES, (0, size.updates) if size.updates else (0,), strict=False):
-        train(model, training, updates=updates, generator=torch.Generator().manual_seed(seed + 1))
-        for batch in BATCH_SIZES:
-            draws = torch.Generator().manual_seed(seed)
-            for record in _of_model(model, testing, batch=batch, rounds=rounds, generator=draws):
-                yield {"kind": "time", "stage": stage, **record}
+def measure(model: nn.Module, data: Data, *, stage: str, rounds: int, seed: int) -> Iterator[Record]:
+    """The records of a model, for every batch size."""
+    for batch in BATCH_SIZES:
+        generator = torch.Generator().manual_seed(seed)
+        for record in _of_batch_size(model, data, batch=batch, rounds=rounds, generator=generator):
+            yield {"kind": "time", "stage": stage, **record}
 
 
-def _of_model(
+def _of_batch_size(
     model: nn.Module, data: Data, *, batch: int, rounds: int, generator: torch.Generator
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[Record]:
     """One record per method: the time of an estimate, the samples in it, its mean L1 error over some batches."""
     seconds = _timed(model, data(batch, generator), rounds, generator)
     budgets = [seconds[label, 1] for label in (REFERENCE, *RANKS)]
@@ -132,16 +134,16 @@ def _errors(
     model: nn.Module, data: Data, batch: int, rows: Sequence[tuple[str, int]], generator: torch.Generator
 ) -> dict[tuple[str, int], float]:
     """Mean L1 errors over batches, of each row, of the exact Gauss-Newton diagonal and of zero."""
-    found: dict[tuple[str, int], list[float]] = {key: [] for key in (*rows, *((label, 0) for label in BOUNDS))}
+    errors: dict[tuple[str, int], list[float]] = {key: [] for key in (*rows, *((label, 0) for label in BOUNDS))}
     for _ in range(_BATCHES):
         x, y = data(batch, generator)
         truth, ggn = exact(model, x, y, "hessian"), exact(model, x, y, "ggn")
-        found["GGN", 0].append(float((ggn - truth).abs().sum()))
-        found["|diag H|", 0].append(float(truth.abs().sum()))
+        errors["GGN", 0].append(float((ggn - truth).abs().sum()))
+        errors["|diag H|", 0].append(float(truth.abs().sum()))
         for label, count in rows:
             estimate = _estimate(label, count, model, (x, y), generator)
-            found[label, count].append(float((flat(estimate) - truth).abs().sum()))
-    return {key: fmean(each) for key, each in found.items()}
+            errors[label, count].append(float((flat(estimate) - truth).abs().sum()))
+    return {key: fmean(each) for key, each in errors.items()}
 
 
 def _estimate(
@@ -159,6 +161,92 @@ def exact(model: nn.Module, x: Tensor, y: Tensor, method: str) -> Tensor:
     return torch.cat([s.mean(0).reshape(-1) for s in stacked.exact(passed, gauss_newton=method == "ggn")])
 
 
-def flat(found: Mapping[str, Tensor]) -> Tensor:
+def flat(diagonal: Mapping[str, Tensor]) -> Tensor:
     """All entries in one vector."""
-    return torch.cat([s.reshape(-1) for s in found.values()])
+    return torch.cat([s.reshape(-1) for s in diagonal.values()])
+
+
+def tables(config: Config, records: Records) -> Iterator[Table]:
+    """The error that sampling reaches with some samples, and with as many as fit in the time that HesScale takes."""
+    for (stage, batch), cell in cells_of(records).items():
+        unit = next(record for record in cell if record["method"] == REFERENCE)
+        yield Table(
+            f"Error per unit of time: {config['title']}, {stage}, batch {batch}",
+            ("method", "samples", "ms", "relative time", "relative error"),
+            tuple(_row(record, unit) for record in cell),
+        )
+
+
+def _row(record: Record, unit: Record) -> tuple[str, ...]:
+    seconds, error = record["seconds"], f"{record['error'] / unit['error']:.2f}"
+    if seconds is None:
+        return record["method"], "exact" if record["method"] == "GGN" else "", "", "", error
+    samples, relative = str(record["samples"] or ""), f"{seconds / unit['seconds']:.2f}"
+    return record["method"], samples, f"{1000 * seconds:.2f}", relative, error
+
+
+_STYLES = {
+    "HesScale": (BLUE, "D"),
+    "HesScale rank=1": (BLUE, "o"),
+    "HesScale rank=3": (BLUE, "^"),
+    "HesScale rank=full": (BLUE, "*"),
+    "HesScaleGN": (SKY, "D"),
+    "g²": ("#777777", "s"),
+    "AdaHessian-MC": (VERMILION, "o-"),
+    "GGN-MC": (GREEN, "o-"),
+}
+_BOUNDS = {"GGN": (":", "GGN, exact"), "|diag H|": ("--", "|diag H| (estimate 0)")}
+_ROUNDING = 1e-10  # an error below this share of HesScale's is rounding, and has no place on a log axis
+
+_CAPTION = (
+    "Error of every estimate, in units of HesScale's, against the milliseconds it takes (gray line: HesScale's), on "
+    "logarithmic scales. Sampled estimates are lines over the number of samples. Hollow, at the foot: exact."
+)
+
+
+def figures(config: Config, records: Records) -> Iterator[Plot]:
+    """One figure with a panel per stage and batch size; none if nothing was timed."""
+    cells = cells_of(records)
+    if not cells:
+        return
+    columns = min(2, len(cells))
+    rows = -(-len(cells) // columns)
+    figure = Figure(figsize=(4.2 * columns + 2.2, 3.9 * rows), layout="constrained", dpi=150)
+    panels = figure.subplots(rows, columns, squeeze=False, sharey=True).flatten()
+    for axes in panels[len(cells) :]:
+        axes.set_axis_off()
+    for axes, ((stage, batch), cell) in zip(panels, cells.items(), strict=False):
+        _draw_cell(axes, cell)
+        axes.set_title(f"{stage}, batch {batch}", fontsize="medium")
+    for axes in panels[: len(cells)]:  # when all are drawn, since they share an axis
+        _scale(axes)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center", frameon=False, fontsize="small")
+    figure.suptitle(f"Error of an estimate and the time it takes: {verbatim(config['title'])}")
+    yield Plot("time", _CAPTION, figure)
+
+
+def _draw_cell(axes: Axes, records: Records) -> None:
+    by_method = by(records, "method")
+    unit = by_method[REFERENCE][0]
+    axes.axvline(1000 * unit["seconds"], color="#cccccc", linewidth=1)
+    for method, (color, style) in _STYLES.items():
+        points = by_method.get(method, [])
+        if not points:
+            continue
+        label = f"{method}, 1 … {points[-1]['samples']} samples" if points[0]["samples"] else method
+        times, errors = [1000 * r["seconds"] for r in points], [r["error"] / unit["error"] for r in points]
+        if max(errors) < _ROUNDING:
+            axes.plot(times, 0.03, style, color=color, fillstyle="none", transform=axes.get_xaxis_transform())
+            times, errors = [], []
+        axes.plot(times, errors, style, color=color, markersize=7 if len(points) == 1 else 5, label=label)
+    for method, (style, label) in _BOUNDS.items():
+        for record in by_method.get(method, ()):
+            height = record["error"] / unit["error"]
+            axes.axhline(height, color="#777777", linewidth=1, linestyle=style, label=label)
+    tidy(axes)
+
+
+def _scale(axes: Axes) -> None:
+    axes.set(xscale="log", yscale="log", xlabel="milliseconds per estimate", ylabel="L1 error / HesScale's")
+    for axis in (axes.xaxis, axes.yaxis):
+        label_log(axis)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hesscale_lab import durable
+from hesscale_lab import files
 
 
 @contextmanager
@@ -25,7 +25,7 @@ def disk_of(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-@pytest.mark.parametrize("write", [durable.append, durable.replace])
+@pytest.mark.parametrize("write", [files.append, files.replace])
 @pytest.mark.parametrize("before", [None, b"first\n"])
 def test_a_full_disk_leaves_the_file_as_it_was(
     write: Callable[[Path, bytes], None], before: bytes | None, tmp_path: Path
@@ -38,10 +38,10 @@ def test_a_full_disk_leaves_the_file_as_it_was(
     assert (path.read_bytes() if path.exists() else b"") == (before or b"")
     assert not list(tmp_path.glob("*.new"))
     write(path, b"second\n")
-    assert path.read_bytes() == (b"second\n" if write is durable.replace else (before or b"") + b"second\n")
+    assert path.read_bytes() == (b"second\n" if write is files.replace else (before or b"") + b"second\n")
 
 
-@pytest.mark.parametrize("write", [durable.append, durable.replace])
+@pytest.mark.parametrize("write", [files.append, files.replace])
 def test_what_was_written_is_on_the_disk_before_anything_else_happens(
     write: Callable[[Path, bytes], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -61,8 +61,8 @@ def test_an_error_while_syncing_takes_the_line_back(tmp_path: Path, monkeypatch:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     path = tmp_path / "file"
-    durable.append(path, b"first\n")
+    files.append(path, b"first\n")
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space left"):
-        durable.append(path, b"second\n")
+        files.append(path, b"second\n")
     assert path.read_bytes() == b"first\n"
