@@ -9,14 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import typer
-from typer.testing import CliRunner
 
 from hesscale_lab import compact as compact_module
 from hesscale_lab import files as whole_files
 from hesscale_lab import training
-from hesscale_lab.cli.report import compact as compact_command
-from hesscale_lab.cli.sweep import sweep as sweep_command
 from hesscale_lab.compact import INDEX, TABLE, StoredRun, compact, find_run
 from hesscale_lab.report.collect import collect
 from hesscale_lab.report.write import write
@@ -25,6 +21,7 @@ from hesscale_lab.settings import Settings, folder_of
 from hesscale_lab.training import train, trained_model
 from hesscale_lab.workers import Status, run_all
 
+from .command import lab
 from .made_up_runs import ADAM, make_run, make_seeds
 
 SMALL = Settings("digits", "AdaHesScale", 0.01, 0.9, 0.999, seed=0, epochs=1, subset=96, options=(("every", 2),))
@@ -153,13 +150,11 @@ def test_a_sweep_goes_on_from_stored_runs(tmp_path: Path, monkeypatch: pytest.Mo
     compact(tmp_path / "digits")  # a folder above the runs, whichever
     (found,) = run_all([ADAM], tmp_path)
     assert (found.status, found.valid_loss) == (Status.FINISHED, 1)
-    app = typer.Typer()
-    app.command()(sweep_command)
     options = ["--optimizers", "Adam", "--lrs", "1e-3,1e-2", "--beta1s", "0", "--beta2s", "0.999", "--epochs", "3"]
     monkeypatch.setitem(sys.modules, "ray", None)
-    result = CliRunner().invoke(app, ["digits", *options, "--seeds", "2", "--out", str(tmp_path)])
-    assert result.exit_code == 0
-    assert "│ 1e-2 │ 0, 0.999 │ 4.500 │ 0.5000 ± 0.0000 │ 95.00 ± 0.00 │" in result.stdout
+    code, printed, _ = lab("sweep", "digits", *options, "--seeds", 2, "--out", tmp_path)
+    assert code == 0
+    assert "│ 1e-2 │ 0, 0.999 │ 4.500 │ 0.5000 ± 0.0000 │ 95.00 ± 0.00 │" in printed
 
 
 @pytest.mark.parametrize("name, text", [(INDEX, "{"), (INDEX, "[]"), (TABLE, "run,epoch\nx,y\n")])
@@ -205,14 +200,12 @@ def test_a_damaged_configuration_is_named_and_stays(tmp_path: Path) -> None:
 
 
 def test_the_command_says_what_it_did(tmp_path: Path) -> None:
-    app = typer.Typer()
-    app.command()(compact_command)
     some_runs(tmp_path)
     make_run(tmp_path, replace(ADAM, lr=0.5), [2, 1], end=None)
-    result = CliRunner().invoke(app, [str(tmp_path)])
-    assert (result.exit_code, result.stdout) == (0, f"{tmp_path / TABLE} and runs.json hold 3 runs\n")
-    assert result.stderr.startswith("hesscale: left as it is ") and result.stderr.endswith("it has not ended\n")
+    code, printed, said = lab("compact", tmp_path)
+    assert (code, printed) == (0, f"{tmp_path / TABLE} and runs.json hold 3 runs\n")
+    assert said.startswith("hesscale: left as it is ") and said.endswith("it has not ended\n")
     (tmp_path / "empty").mkdir()
-    assert CliRunner().invoke(app, [str(tmp_path / "empty")]).stdout.startswith("no finished training in ")
-    missing = CliRunner().invoke(app, [str(tmp_path / "missing")])
-    assert (missing.exit_code, missing.stderr) == (2, f"hesscale: {tmp_path / 'missing'} is not a folder\n")
+    assert lab("compact", tmp_path / "empty")[1].startswith("no finished training in ")
+    missing = lab("compact", tmp_path / "missing")
+    assert missing == (2, "", f"hesscale: {tmp_path / 'missing'} is not a folder\n")

@@ -8,11 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import typer
-from typer.testing import CliRunner
 
-from hesscale_lab.cli.sweep import sweep
-from hesscale_lab.cli.train import train
 from hesscale_lab.optimizers import OPTIMIZERS
 from hesscale_lab.plugins import PluginError, read_plugin
 from hesscale_lab.runs import Run
@@ -20,6 +16,8 @@ from hesscale_lab.settings import Settings, settings_of
 from hesscale_lab.tasks.table import TASKS
 from hesscale_lab.training import trained_model
 from hesscale_lab.workers import run_all
+
+from .command import lab
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "experiments.md"
 
@@ -45,19 +43,10 @@ def plugin(tmp_path: Path) -> Path:
     return path
 
 
-def command(function: object, *arguments: object) -> tuple[int, str, str]:
-    app = typer.Typer()
-    app.command()(function)  # type: ignore[type-var]
-    result = CliRunner().invoke(app, [*map(str, arguments)], env={"COLUMNS": "120"})
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result.exit_code, result.stdout, result.stderr
-
-
 def test_the_example_trains_and_comes_back(plugin: Path, tmp_path: Path) -> None:
     options = ("--optimizer", "MeanAbs", "--lr", 0.02, "--every", 5, "--epochs", 3, "--field", "hidden=8")
     arguments = ("spirals", "--plugin", plugin, *options, "--out", tmp_path / "runs")
-    code, printed, said = command(train, *arguments)
+    code, printed, said = lab("train", *arguments)
     assert code == 0, said
     assert "spirals, MeanAbs every=5: lr 2e-2, β₁ 0.9, β₂ 0.999" in printed
     (path,) = (tmp_path / "runs").rglob("config.json")
@@ -66,7 +55,7 @@ def test_the_example_trains_and_comes_back(plugin: Path, tmp_path: Path) -> None
     assert "--plugin my_task.py" in run.config["command"]
     losses = [record["valid_loss"] for record in run.records[:-1]]
     assert losses[-1] < losses[0]
-    assert command(train, *arguments)[2] == ""  # finished
+    assert lab("train", *arguments)[2] == ""  # finished
     TASKS.pop("spirals")
     plugin.unlink()
     assert trained_model(run.folder)(torch.zeros(1, 2)).shape == (1, 2)
@@ -75,9 +64,9 @@ def test_the_example_trains_and_comes_back(plugin: Path, tmp_path: Path) -> None
 
 def test_a_changed_plugin_is_another_run(plugin: Path, tmp_path: Path) -> None:
     arguments = ("spirals", "--plugin", plugin, "--lr", 0.01, "--epochs", 0, "--out", tmp_path / "runs")
-    assert command(train, *arguments)[0] == 0
+    assert lab("train", *arguments)[0] == 0
     plugin.write_text(plugin.read_text().replace("std=0.5", "std=0.1"))
-    code, _, said = command(train, *arguments)
+    code, _, said = lab("train", *arguments)
     assert code == 2 and "holds a run with other plugin: choose another --out" in said
 
 
@@ -85,7 +74,7 @@ def test_workers_know_the_plugin_by_value(plugin: Path, tmp_path: Path) -> None:
     """A worker of Ray is another process, here without the file."""
     grid = ("--lrs", "1e-2", "--beta1s", "0.9", "--beta2s", "0.999", "--epochs", 1, "--seeds", 1, "--workers", 1)
     arguments = ("spirals", "--plugin", plugin, "--optimizers", "NAdam,AdaHesScale", *grid)
-    code, printed, said = command(sweep, *arguments, "--out", tmp_path / "runs")
+    code, printed, said = lab("sweep", *arguments, "--out", tmp_path / "runs")
     assert code == 0, said
     assert "NAdam" in printed
     (path,) = (tmp_path / "runs" / "spirals" / "NAdam").rglob("config.json")
@@ -135,8 +124,8 @@ def test_a_bad_plugin_is_one_sentence(source: str | None, complaint: str, tmp_pa
     if source is not None:
         path.write_text(source)
     before = list(TASKS), list(OPTIMIZERS)
-    for function in (train, sweep):
-        code, printed, said = command(function, "digits", "--plugin", path, "--out", tmp_path / "runs")
+    for function in ("train", "sweep"):
+        code, printed, said = lab(function, "digits", "--plugin", path, "--out", tmp_path / "runs")
         assert (code, printed) == (2, "")
         assert complaint in said and said.startswith("hesscale: ") and said.count("\n") == 1
     assert (list(TASKS), list(OPTIMIZERS)) == before
@@ -173,7 +162,7 @@ def test_an_error_of_a_plugin_is_told_as_its_own(name: str, reason: str, tmp_pat
     path.write_text(FAILING)
     options = ("--lr", 0.1, "--epochs", 1, "--subset", 64)
     arguments = ("digits", "--plugin", path, "--optimizer", name, *options, "--out", tmp_path / "runs")
-    code, _, said = command(train, *arguments)
+    code, _, said = lab("train", *arguments)
     first = next(place for place, line in enumerate(said.splitlines()) if line.startswith("hesscale: "))
     assert code == 1
     assert said.splitlines()[first : first + 2] == [
@@ -198,8 +187,8 @@ def test_nothing_of_a_plugin_is_taken_if_a_part_of_it_is_bad(tmp_path: Path) -> 
 @pytest.mark.parametrize("name, words", [("SGD", "lr 1e-1"), ("AdaHesScale", "lr 1e-1, β₁ 0.9, β₂ 0.999")])
 def test_what_nobody_tuned_needs_a_step_size(name: str, words: str, plugin: Path, tmp_path: Path) -> None:
     arguments = ("spirals", "--plugin", plugin, "--optimizer", name, "--epochs", 0, "--out", tmp_path / "runs")
-    code, _, said = command(train, *arguments)
+    code, _, said = lab("train", *arguments)
     assert code == 2
     assert said.startswith(f"hesscale: nobody has tuned {name} on spirals: give --lr") and said.count("\n") == 1
-    code, printed, _ = command(train, *arguments, "--lr", 0.1)
+    code, printed, _ = lab("train", *arguments, "--lr", 0.1)
     assert code == 0 and words in printed

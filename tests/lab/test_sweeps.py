@@ -11,17 +11,15 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import typer
-from typer.testing import CliRunner
 
 from hesscale_lab import workers
-from hesscale_lab.cli.sweep import sweep as sweep_command
 from hesscale_lab.histories import State, read_history
 from hesscale_lab.options import combinations
 from hesscale_lab.settings import Settings, folder_of, settings_of
 from hesscale_lab.sweeps import area, choose, grid, repeats, sweep
 from hesscale_lab.workers import Progress, Status, WorkersError, cluster, progress_of, run_all
 
+from .command import lab
 from .made_up_runs import ADAM, cut_off, make_run, make_seeds
 
 
@@ -221,45 +219,13 @@ def test_runs_survive_their_workers(two_workers: None, tmp_path: Path, monkeypat
     assert boards[-1] == found
 
 
-app = typer.Typer()
-app.command()(sweep_command)
-
-
-@pytest.mark.parametrize(
-    "arguments, complaint",
-    [
-        (["nothing"], "unknown task 'nothing': choose among digits"),
-        (["digits", "--optimizers", "Adam,Foo"], "unknown optimizer 'Foo': choose among SGD"),
-        (["digits", "--optimizers", ","], "--optimizers names none"),
-        (["digits", "--lrs", "a,b"], "--lrs takes numbers with commas between them, not 'a,b'"),
-        (["digits", "--lrs", "1e-3,0"], "--lrs must be above 0"),
-        (["digits", "--beta2s", "1"], "--beta2s must be at least 0 and below 1"),
-        (["digits", "--seeds", "0"], "--seeds must be at least 1"),
-        (["digits", "--threads", "0"], "--threads must be at least 1"),
-        (["digits", "--field", "activation=foo"], "unknown activation 'foo': choose among"),
-        (["digits", "--every", "1,x"], "--every must be a whole number of steps, 1 or more, not 'x'"),
-        (["digits", "--optimizers", "Adam,SGD", "--rank", "0,1"], "rank does not go with Adam or SGD"),
-        (["digits", "--lrs", "1e-3,inf"], "--lrs must be above 0 and below 1e+100"),
-        (["digits", "--seeds", "1000000000"], "--seeds must be at most 999999999"),
-        (["digits", "--optimizers", "SGD", "--beta1s", "0,0.9"], "beta1s does not go with SGD: leave --beta1s out"),
-    ],
-)
-def test_bad_input_is_one_line(arguments: list[str], complaint: str, tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, [*arguments, "--out", str(tmp_path / "runs")])
-    assert result.exit_code == 2
-    assert complaint in result.stderr
-    assert result.stderr.count("\n") == 1
-    assert not (tmp_path / "runs").exists()
-
-
 def test_the_command_searches_with_other_fields(tmp_path: Path) -> None:
     relu = replace(ADAM, fields=(("activation", "relu"), ("width", 0.5)))
     make_seeds(tmp_path, relu, [[2, 1, 1, 1]])
     options = ["--optimizers", "Adam", "--lrs", "1e-3", "--beta1s", "0", "--beta2s", "0.999", "--epochs", "3"]
     fields = ["--field", "width=0.5", "--field", "activation=relu"]
-    result = CliRunner().invoke(app, ["digits", *options, *fields, "--seeds", "1", "--out", str(tmp_path)])
-    assert result.exit_code == 0
-    assert "│ 5.000 │" in result.stdout
+    code, printed, _ = lab("sweep", "digits", *options, *fields, "--seeds", 1, "--out", tmp_path)
+    assert code == 0 and "│ 5.000 │" in printed
 
 
 def test_threads_take_as_many_cores(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,10 +246,10 @@ def test_the_command_reads_what_is_finished_and_shows_the_choice(tmp_path: Path)
     for lr, last in ((1e-3, 1.0), (1e-2, 0.5)):
         make_seeds(tmp_path, replace(ADAM, lr=lr), [[2, 1, 1, last], [2, 1, 1, last]])
     options = ["--optimizers", "Adam", "--lrs", "1e-3,1e-2", "--beta1s", "0", "--beta2s", "0.999", "--epochs", "3"]
-    result = CliRunner().invoke(app, ["digits", *options, "--seeds", "2", "--out", str(tmp_path)])
-    assert result.exit_code == 0
-    assert "│ 1e-2 │ 0, 0.999 │ 4.500 │ 0.5000 ± 0.0000 │ 95.00 ± 0.00 │" in result.stdout
+    code, printed, _ = lab("sweep", "digits", *options, "--seeds", 2, "--out", tmp_path)
+    assert code == 0
+    assert "│ 1e-2 │ 0, 0.999 │ 4.500 │ 0.5000 ± 0.0000 │ 95.00 ± 0.00 │" in printed
     (tmp_path / "two words").mkdir()
     (tmp_path / "digits").rename(tmp_path / "two words" / "digits")
-    result = CliRunner().invoke(app, ["digits", *options, "--seeds", "2", "--out", str(tmp_path / "two words")])
-    assert f"`hesscale report '{tmp_path / 'two words' / 'digits'}'` draws" in result.stdout
+    _, printed, _ = lab("sweep", "digits", *options, "--seeds", 2, "--out", tmp_path / "two words")
+    assert f"`hesscale report '{tmp_path / 'two words' / 'digits'}'` draws" in printed

@@ -23,8 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import hesscale
 from hesscale.optim import CurvatureScaled
 
-from ..tasks.small_networks import DATA, SMALL_NETWORKS, SmallNetwork
-from ..tasks.tiny_transformers import tiny_transformers
+from ..tasks.small_networks import DATA, SMALL_NETWORKS, SmallNetwork, tiny_transformers
 from ..wording import Table, counted
 from .study import Cell, Config, Record, Records, Study, by, has, is_size, is_whole, is_word
 

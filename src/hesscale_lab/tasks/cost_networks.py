@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .classifiers import three_c_three_d
+from .networks import Reader as Reader
 from .networks import mlp
 
 INPUTS, WIDTH = 64, 512
@@ -85,13 +87,10 @@ def tanh_network(layers: int, outputs: int) -> nn.Sequential:
     return network
 
 
-def three_conv_three_dense() -> nn.Sequential:
+def three_conv_three_dense() -> nn.Module:
     """3C3D, the authors' network for CIFAR-10, with tanh."""
-    return nn.Sequential(
-        *(nn.Conv2d(3, 64, 5), nn.Tanh(), nn.MaxPool2d(3, 2), nn.Conv2d(64, 96, 3), nn.Tanh(), nn.MaxPool2d(3, 2)),
-        *(nn.Conv2d(96, 128, 3), nn.Tanh(), nn.MaxPool2d(3, 2), nn.Flatten(), nn.Linear(128, 512), nn.Tanh()),
-        *(nn.Linear(512, 256), nn.Tanh(), nn.Linear(256, 10)),
-    )
+    options = {"activation": "tanh", "width": 1.0, "padded": False, "generator": torch.default_generator}
+    return three_c_three_d(inputs=3, classes=10, **options)  # type: ignore[arg-type]
 
 
 class Residual(nn.Module):
@@ -120,20 +119,6 @@ def residual_network(width: int, blocks: int) -> nn.Sequential:
             inputs = width * 2 ** max(stage - 1, 0) if block == 0 else width * 2**stage
             layers.append(Residual(inputs, width * 2**stage, 2 if stage and not block else 1))
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width * 8, 10))
-
-
-class Reader(nn.Module):
-    """Embeds tokens, runs a sequence model over them and classifies the mean of its outputs."""
-
-    def __init__(self, words: int, width: int, body: nn.Module, classes: int) -> None:
-        super().__init__()
-        self.embedding, self.body, self.head = nn.Embedding(words, width), body, nn.Linear(width, classes)
-
-    def forward(self, tokens: Tensor) -> Any:
-        """Logits, [batch, classes]."""
-        outputs = self.body(self.embedding(tokens))
-        outputs = outputs[0] if isinstance(outputs, tuple) else outputs
-        return self.head(outputs.mean(1))
 
 
 def transformer(width: int = 256, layers: int = 4) -> nn.Module:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from . import classifiers
-from .archives import read_cifar10, read_cifar100, read_mnist
-from .digits import read_digits
+from .archives import read_cifar10, read_cifar100, read_digits, read_mnist
 from .images import ImageTask
 from .task import Task
 from .text import TextTask

@@ -9,29 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
-from typer.testing import CliRunner
 
-from hesscale_lab.cli.report import report as command
 from hesscale_lab.histories import METRICS
 from hesscale_lab.report.collect import collect
 from hesscale_lab.runs import Run
 from hesscale_lab.studies.table import STUDIES
 
+from ..command import lab
 from ..made_up_runs import ADAM, make_run
 
 RESULTS = Path(__file__).parents[3] / "results"
 FORMULA = r"$\frac{$"
-
-app = typer.Typer()
-app.command()(command)
-
-
-def report(*arguments: object) -> tuple[int, list[str]]:
-    result = CliRunner().invoke(app, [*map(str, arguments)])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result.exit_code, result.stderr.splitlines()
 
 
 def change(run: Run, **settings: Any) -> None:
@@ -109,8 +97,8 @@ def test_the_command_says_so_and_succeeds(tmp_path: Path) -> None:
     make_run(tmp_path / "good", ADAM, [2, 1, 1, 1])
     bad = make_run(tmp_path / "bad", replace(ADAM, lr=0.5), [2, 1, 1, 1])
     change(bad, lr=float("inf"))
-    code, complaints = report(tmp_path, "--out", tmp_path / "report")
-    assert (code, complaints) == (0, [f"hesscale: left out {bad.folder}: its lr is inf"])
+    code, _, complaints = lab("report", tmp_path, "--out", tmp_path / "report")
+    assert (code, complaints) == (0, f"hesscale: left out {bad.folder}: its lr is inf\n")
     assert "its lr is inf" in (tmp_path / "report" / "report.html").read_text()
 
 
@@ -120,8 +108,8 @@ def test_names_are_never_read_as_mathematics(tmp_path: Path) -> None:
         make_run(tmp_path, replace(ADAM, lr=lr), [2, 1, 1, 1])
         named = make_run(tmp_path / "named", replace(ADAM, lr=lr), [2, 1, 1, 1])
         change(named, optimizer=FORMULA, task=FORMULA, fields={FORMULA: FORMULA})
-    code, complaints = report(tmp_path, "--out", tmp_path / "report")
-    assert (code, complaints) == (0, [])
+    code, _, complaints = lab("report", tmp_path, "--out", tmp_path / "report")
+    assert (code, complaints) == (0, "")
     assert FORMULA in (tmp_path / "report" / "report.html").read_text()
 
 
@@ -130,8 +118,8 @@ def test_a_long_field_is_no_long_file_name(tmp_path: Path) -> None:
         change(
             make_run(tmp_path / field[:100], ADAM, [2, 1, 1, 1], folder=tmp_path / str(len(field))), fields={"a": field}
         )
-    code, complaints = report(tmp_path, "--out", tmp_path / "report")
-    assert (code, complaints) == (0, [])
+    code, _, complaints = lab("report", tmp_path, "--out", tmp_path / "report")
+    assert (code, complaints) == (0, "")
     assert len(list((tmp_path / "report").glob("*-epochs.png"))) == 2
 
 
@@ -167,7 +155,7 @@ def test_records_of_two_networks_in_one_folder_are_named(tmp_path: Path) -> None
     line = (RESULTS / "quality" / "paper" / "metrics.jsonl").read_bytes().splitlines()[0]
     folder = quality_folder(tmp_path, damage=line)
     make_run(tmp_path / "good", ADAM, [2, 1, 1, 1])
-    code, (complaint,) = report(tmp_path, "--out", tmp_path / "report")
+    code, _, complaint = lab("report", tmp_path, "--out", tmp_path / "report")
     assert code == 0
     assert complaint.startswith(f"hesscale: left out {folder}: its records do not go together (")
 
@@ -185,10 +173,10 @@ def test_a_figure_that_cannot_be_drawn_costs_its_section(tmp_path: Path, monkeyp
         return draw(experiment, *more, **options)
 
     monkeypatch.setattr(writing.learning_curves, "draw", fails)
-    code, complaints = report(tmp_path, "--out", tmp_path / "report")
+    code, _, complaints = lab("report", tmp_path, "--out", tmp_path / "report")
     assert code == 0
     reason = "cannot be drawn (OverflowError: cannot convert float infinity to integer)"
-    assert complaints == [f"hesscale: left out digits, 3 epochs: {reason}"]
+    assert complaints == f"hesscale: left out digits, 3 epochs: {reason}\n"
     assert "mnist-mlp, 3 epochs" in (tmp_path / "report" / "report.html").read_text()
 
 

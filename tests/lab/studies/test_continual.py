@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
-from typer.testing import CliRunner
 
 from hesscale.applications.consolidation import EWC
-from hesscale_lab.cli import app
 from hesscale_lab.studies import continual
-from hesscale_lab.studies.table import STUDIES
 from hesscale_lab.tasks.networks import mlp
 
 from ..small_archives import write_mnist
@@ -73,32 +68,3 @@ def test_a_penalty_holds_weights_where_they_were(data: Path) -> None:
         now = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
         moved.append(float((now - anchor).norm()))
     assert 0 < moved[1] < moved[0] / 5
-
-
-def test_the_command_searches_and_then_measures(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    methods = {name: continual.METHODS[name] for name in ("none", "L2", "EWC, HesScale")}
-    monkeypatch.setattr(continual, "METHODS", methods)
-    row = STUDIES["continual"]
-    changed = dataclasses.replace(row, settings=lambda quick: {**row.settings(quick), **TINY, "methods": [*methods]})
-    monkeypatch.setitem(STUDIES, "continual", changed)  # type: ignore[arg-type]
-    out = data / "run"
-    arguments = ["study", "continual", "--data", str(data), "--out", str(out)]
-    result = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
-    assert result.exit_code == 0, result.stderr
-    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    for benchmark in continual.BENCHMARKS:
-        for method in methods:
-            own = [r for r in records if (r["benchmark"], r["method"]) == (benchmark, method)]
-            search = {r["strength"]: r["accuracy"] for r in own if r["role"] == "search"}
-            seeds = [r for r in own if r["role"] == "seed"]
-            assert [*search] == ([] if method == "none" else [0.1, 1.0])
-            assert [r["seed"] for r in seeds] == [0, 1]
-            assert {r["strength"] for r in seeds} == {max(search, key=lambda s: search[s]) if search else 0.0}
-    assert all(method in result.stdout for method in methods)
-    assert len((out / "continual.csv").read_text().splitlines()) == 1 + len(records)
-    assert (out / "continual.png").read_bytes().startswith(b"\x89PNG")
-    assert json.loads((out / "config.json").read_text())["kind"] == "continual"
-    again = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
-    assert again.exit_code == 0
-    assert len((out / "metrics.jsonl").read_text().splitlines()) == len(records)
-    continual._load.cache_clear()

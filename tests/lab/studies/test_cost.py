@@ -11,19 +11,15 @@ from pathlib import Path
 
 import pytest
 import torch
-import typer
 from torch.profiler import record_function
-from typer.testing import CliRunner
 
 from hesscale_lab.cli import study
-from hesscale_lab.cli.study import cost as command
 from hesscale_lab.studies import cost, cost_steps, cost_timing
 from hesscale_lab.studies.cost_timing import Clocks, Watch, interleaved
 from hesscale_lab.tasks import cost_networks
 from hesscale_lab.tasks.cost_networks import Cell, Problem
 
-app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
-app.command()(command)
+from ..command import lab
 
 
 def cell(panel: str, layers: int, batch: int = 1, **more: bool) -> Cell:
@@ -33,13 +29,6 @@ def cell(panel: str, layers: int, batch: int = 1, **more: bool) -> Cell:
 
 TINY = (cell("layers", 2), cell("layers", 1, headline=True), cell("outputs", 1), cell("networks", 1))
 SMALL = ("--quick", "--rounds", 2)
-
-
-def run(*arguments: object) -> tuple[int, str, str]:
-    result = CliRunner().invoke(app, list(map(str, arguments)), env={"COLUMNS": "120"})
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result.exit_code, result.stdout, result.stderr
 
 
 def records_in(folder: Path) -> list[dict[str, object]]:
@@ -60,7 +49,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_prints_tables_and_writes_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     views = {name: cost._VIEWS[name] for name in ("cost", "cost-relative")}  # drawing takes seconds
     monkeypatch.setattr(cost, "_VIEWS", views)
-    code, printed, _ = run(*SMALL, "--out", tmp_path)
+    code, printed, _ = lab("cost", *SMALL, "--out", tmp_path)
     assert code == 0
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["command"] == "hesscale cost --rounds 2 --threads 1 --quick"
@@ -90,23 +79,23 @@ def test_parts_and_interrupts_go_on_where_they_stopped(tmp_path: Path, monkeypat
         return measure(cell, *more, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(cost, "measure_time", interrupted)
-    assert run(*SMALL, "--only", "headline", "--out", tmp_path)[0] == 0
+    assert lab("cost", *SMALL, "--only", "headline", "--out", tmp_path)[0] == 0
     assert asked == ["1 layers, batch 1"]
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["asked"] == ["headline"] and config["command"].endswith(" --quick --only headline")
-    code, _, complaint = run(*SMALL, "--out", tmp_path)
+    code, _, complaint = lab("cost", *SMALL, "--out", tmp_path)
     assert code == 130
     assert "the same command goes on" in complaint
     first = (tmp_path / "metrics.jsonl").read_text()
-    assert run(*SMALL, "--out", tmp_path)[0] == 0
+    assert lab("cost", *SMALL, "--out", tmp_path)[0] == 0
     assert asked[2:] == ["1 outputs, batch 1", "1 outputs, batch 1", "1 networks, batch 1"]
     finished = (tmp_path / "metrics.jsonl").read_text()
     assert finished.startswith(first)
-    assert run(*SMALL, "--out", tmp_path)[0] == 0
+    assert lab("cost", *SMALL, "--out", tmp_path)[0] == 0
     assert (tmp_path / "metrics.jsonl").read_text() == finished
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["asked"] == ["headline", "all"] and config["command"].endswith(" --quick")
-    code, _, complaint = run("--quick", "--rounds", 3, "--out", tmp_path)
+    code, _, complaint = lab("cost", "--quick", "--rounds", 3, "--out", tmp_path)
     assert code == 2
     assert "holds a run with other rounds" in complaint
 
@@ -118,17 +107,10 @@ def test_peers_that_are_not_installed_are_left_out_with_one_line(
     monkeypatch.setattr(study, "draw", lambda run, row, records: None)
     peer = cost_steps.Method("theirs", lambda problem: pytest.fail("used"), package=("not_there", "not-there"))
     monkeypatch.setattr(cost_steps, "METHODS", (*cost_steps.METHODS, peer))
-    code, _, complaint = run(*SMALL, "--only", "memory", "--out", tmp_path)
+    code, _, complaint = lab("cost", *SMALL, "--only", "memory", "--out", tmp_path)
     assert code == 0
     assert complaint.strip() == "hesscale: left out “theirs”: pip install --no-deps not-there"
     assert "theirs" not in json.loads((tmp_path / "config.json").read_text())["optimizers"]
-
-
-@pytest.mark.parametrize("option", ["--rounds", "--threads"])
-def test_a_count_too_low_is_one_line_and_code_2(option: str, tmp_path: Path) -> None:
-    code, _, complaint = run(option, 0, "--out", tmp_path)
-    assert code == 2
-    assert complaint == f"hesscale: {option} must be at least 1, not 0\n"
 
 
 @pytest.mark.usefixtures("tiny")
@@ -137,30 +119,12 @@ def test_one_optimizer_is_measured_beside_the_two_it_is_compared_with(
 ) -> None:
     monkeypatch.setattr(study, "draw", lambda run, row, records: None)
     options = ("--only", "headline", "--optimizer", "AdaHesScale", "--out", tmp_path)
-    assert run(*SMALL, *options)[0] == 0
+    assert lab("cost", *SMALL, *options)[0] == 0
     measured = {record["optimizer"] for record in records_in(tmp_path)}
     assert measured == {cost_steps.UNIT, cost_steps.HARDEST, "AdaHesScale"}
-    code, _, complaint = run(*SMALL, "--only", "headline", "--out", tmp_path)
+    code, _, complaint = lab("cost", *SMALL, "--only", "headline", "--out", tmp_path)
     assert code != 0  # a folder of some optimizers does not become one of all
     assert "optimizers" in complaint
-
-
-def test_an_unknown_optimizer_is_refused_and_all_are_named(tmp_path: Path) -> None:
-    code, _, complaint = run("--optimizer", "AdaHeScale", "--out", tmp_path / "run")
-    assert code == 2
-    assert complaint.startswith("hesscale: there is no optimizer 'AdaHeScale': choose one of 'SGD', 'Adam', ")
-    assert complaint.count("\n") == 1
-    assert not (tmp_path / "run").exists()
-
-
-def test_an_unknown_part_is_refused() -> None:
-    assert run("--only", "everything")[0] == 2
-
-
-def test_help_shows_an_example() -> None:
-    code, printed, _ = run("--help")
-    assert code == 0
-    assert "hesscale cost --quick" in printed
 
 
 class Machine:
@@ -330,14 +294,11 @@ def test_compiled_passes_are_measured_beside_eager_ones(tmp_path: Path, monkeypa
     monkeypatch.setattr(cost_networks, "COMPILED", (TINY[3],))
     monkeypatch.setattr(cost_timing, "_PIECE", 1e-9)
     monkeypatch.setattr(study, "draw", lambda run, row, records: None)
-    code, printed, _ = run(*SMALL, "--compiled", "--out", tmp_path)
+    code, printed, _ = lab("cost", *SMALL, "--compiled", "--out", tmp_path)
     assert code == 0
     assert {record["optimizer"] for record in records_in(tmp_path)} == {method.name for method in methods}
     assert json.loads((tmp_path / "config.json").read_text())["command"].endswith("--quick --compiled")
     assert "AdaHesScale compiled" in printed
-    code, _, complaint = run("--compiled", "--only", "memory", "--out", tmp_path)
-    assert code == 2
-    assert "leave out" in complaint
 
 
 def test_peers_are_found_by_their_module() -> None:
@@ -351,19 +312,3 @@ def test_backpack_is_offered_without_the_torch_that_it_would_bring() -> None:
     hint = cost_steps.left_out([replace(method, package=("not_there", method.package[1])) for method in absent])
     assert hint is not None
     assert hint.endswith("pip install --no-deps backpack-for-pytorch einops unfoldNd pytorch_optimizer")
-
-
-@pytest.mark.usefixtures("tiny")
-def test_a_damaged_line_is_named_and_the_rest_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(study, "draw", lambda run, row, records: None)
-    assert run(*SMALL, "--only", "headline", "--out", tmp_path)[0] == 0
-    with (tmp_path / "metrics.jsonl").open("ab") as file:
-        file.write(b'\xff garbage\n{"kind": "time", "cell": "half of a record"}\n')
-    lines = len((tmp_path / "metrics.jsonl").read_bytes().splitlines())
-    code, printed, complaint = run(*SMALL, "--only", "headline", "--out", tmp_path)
-    assert code == 0
-    assert complaint == "".join(
-        f"hesscale: left out line {number} of {tmp_path / 'metrics.jsonl'}: not readable\n"
-        for number in (lines - 1, lines)
-    )
-    assert "AdaHesScale" in printed

@@ -1,16 +1,11 @@
 """The study of reinforcement learning: what it counts, its tables and its figure, and that it goes on."""
 
-import json
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from hesscale_lab.cli import app
 from hesscale_lab.studies import reinforcement
-from hesscale_lab.studies.table import STUDIES
 from hesscale_lab.wording import csv_text
 
 
@@ -81,23 +76,3 @@ def test_it_covers_what_it_promises() -> None:
         ("CartPole", "A2C", "AdaHesScale", 0),
     ]
     assert max(config["rates"]) / min(config["rates"]) >= 1e3
-
-
-def test_the_command_measures_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    small = {**reinforcement.settings(quick=True), "optimizers": ["Adam", "AdaHesScale"], "seeds": 1, "steps": 1024}
-    study = STUDIES["reinforcement"]
-    monkeypatch.setitem(STUDIES, "reinforcement", type(study)(**{**vars(study), "settings": lambda quick: small}))  # type: ignore[index]
-    out = tmp_path / "run"
-    arguments = ["study", "reinforcement", "--quick", "--out", str(out)]
-    first = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
-    assert first.exit_code == 0, first.output
-    assert "CartPole, PPO: mean return by step size" in first.stdout
-    lines = (out / "metrics.jsonl").read_text().splitlines()
-    assert len(lines) == 2 * 2 * 3
-    (out / "metrics.jsonl").write_text("\n".join(lines[:6]) + "\n")  # as if interrupted after Adam
-    again = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
-    assert again.exit_code == 0
-    assert [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()] == [*map(json.loads, lines)]
-    assert (out / "reinforcement.csv").exists()
-    assert (out / "reinforcement.png").exists()
-    assert json.loads((out / "config.json").read_text())["kind"] == "reinforcement"

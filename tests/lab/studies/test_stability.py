@@ -2,41 +2,18 @@
 
 import json
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from typer.testing import CliRunner
 
 import hesscale
-from hesscale_lab.cli import app
-from hesscale_lab.runs import Run
 from hesscale_lab.studies import stability
-from hesscale_lab.studies.study import read
-from hesscale_lab.studies.table import STUDIES, WITH_OPTIONS
 from hesscale_lab.tasks.small_networks import CLASSES, DATA, SMALL_NETWORKS
 from hesscale_lab.wording import csv_text
 
 NETWORK = "MLP 2×32, ReLU"
-
-
-def run(*arguments: object) -> tuple[int, str, str]:
-    result = CliRunner().invoke(app, list(map(str, arguments)), env={"COLUMNS": "160"})
-    return result.exit_code, result.stdout, result.stderr
-
-
-@pytest.fixture
-def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two networks, two optimizers, one step size, two cells."""
-    networks = {name: SMALL_NETWORKS[name] for name in (NETWORK, "LSTM 1")}
-    methods = {name: stability.METHODS[name] for name in ("AdamW", "AdaHesScale, bound 1")}
-    monkeypatch.setattr(stability, "SMALL_NETWORKS", networks)
-    monkeypatch.setattr(stability, "tiny_transformers", dict)
-    monkeypatch.setattr(stability, "METHODS", methods)
-    monkeypatch.setattr(stability, "RATES", (1e-3,))
-    monkeypatch.setattr(stability, "CELLS", ((2, "random"), (8, "learnable")))
 
 
 def test_there_are_sixty_networks_that_pass_shapes_on() -> None:
@@ -115,56 +92,6 @@ def test_a_loss_that_is_not_finite_ends_a_run(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(stability, "_step", lambda *_: math.nan)
     found = next(stability.measure_network(NETWORK, SMALL_NETWORKS[NETWORK], batch=2, data="random"))
     assert (found["end"], found["top"]) == (None, None)
-
-
-@pytest.mark.usefixtures("tiny")
-def test_it_prints_a_table_and_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    measured: list[tuple[str, int]] = []
-    original = stability.measure_network
-
-    def interrupted(name: str, *more: Any, batch: int, **options: Any) -> Any:
-        measured.append((name, batch))
-        if len(measured) == 3:
-            raise KeyboardInterrupt
-        return original(name, *more, batch=batch, **options)
-
-    monkeypatch.setattr(stability, "measure_network", interrupted)
-    code, _, stderr = run("study", "stability", "--out", tmp_path / "run")
-    assert code == 130
-    assert "the same command goes on" in stderr
-    code, stdout, stderr = run("study", "stability", "--out", tmp_path / "run")
-    assert (code, stderr.strip()) == (0, "")
-    assert measured == [(NETWORK, 2), ("LSTM 1", 2), (NETWORK, 8), (NETWORK, 8), ("LSTM 1", 8)]
-    assert "2 networks, 20 steps" in " ".join(stdout.split())
-    assert "AdaHesScale, bound 1" in stdout
-    lines = (tmp_path / "run" / "stability.csv").read_text().splitlines()
-    assert lines[0] == "optimizer,lr,batch,data,runs,worse,not_finite,spiked"
-    assert len(lines) == 5
-    config = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert config["networks"] == [NETWORK, "LSTM 1"]
-    assert config["kind"] == "stability"
-
-
-def test_committed_results_are_still_a_run_of_it() -> None:
-    """The command would go on in their folder, and measure none of them again."""
-    folder = Path(__file__).parents[2] / "results" / "stability"
-    config = json.loads((folder / "config.json").read_text())
-    row = STUDIES["stability"]
-    records = read(Run(folder), row.checks).records
-    assert {tuple(record[key] for key in row.keys) for record in records} <= {*row.cells(config)}
-    assert csv_text(row.rows(records)) == (folder / "stability.csv").read_text()
-    assert {*row.settings(False), "kind", "command", "title"} == {*config}
-
-
-def test_every_study_has_a_line_of_help() -> None:
-    printed = " ".join(run("study", "--help")[1].split())
-    assert all(f"{name}: {row.summary[:20]}" in printed for name, row in STUDIES.items() if name not in WITH_OPTIONS)
-
-
-def test_an_unknown_study_is_refused() -> None:
-    code, _, stderr = run("study", "astrology")
-    assert code == 2
-    assert "stability" in stderr
 
 
 def test_the_default_is_the_bound_of_the_study() -> None:

@@ -13,11 +13,10 @@ from hesscale_lab.studies import quality, quality_time
 from hesscale_lab.studies.quality import AS_CODED, authors_seeds, layers_of, summarize
 from hesscale_lab.studies.quality_time import RANKS
 from hesscale_lab.studies.study import REFERENCE, ZERO
-from hesscale_lab.tasks import synthetic
-from hesscale_lab.tasks.networks import NETWORKS, Network, Size, mlp, seeded, sources, train
+from hesscale_lab.tasks.networks import NETWORKS, Network, Size, mlp, noise, seeded, sources, train
 
 PAPER = NETWORKS["paper"]
-TINY = Network("tiny", lambda: mlp(6, 3, 10, activation=nn.Tanh), Size(1, 1, 0), Size(1, 1, 0), synthetic.noise)
+TINY = Network("tiny", lambda: mlp(6, 3, 10, activation=nn.Tanh), Size(1, 1, 0), Size(1, 1, 0), noise)
 
 
 @pytest.fixture(autouse=True)
