@@ -67,6 +67,7 @@ def test_a_person_and_pandas_can_read_the_table(tmp_path: Path) -> None:
     assert len((tmp_path / INDEX).read_text().splitlines()) == 9  # a line for each run
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_report_is_the_same(tmp_path: Path) -> None:
     some_runs(tmp_path / "runs")
     for name in ("before", "after"):

@@ -70,6 +70,7 @@ def test_a_changed_plugin_is_another_run(plugin: Path, tmp_path: Path) -> None:
     assert code == 2 and "holds a run with other plugin: choose another --out" in said
 
 
+@pytest.mark.usefixtures("two_workers")
 def test_workers_know_the_plugin_by_value(plugin: Path, tmp_path: Path) -> None:
     """A worker of Ray is another process, here without the file."""
     grid = ("--lrs", "1e-2", "--beta1s", "0.9", "--beta2s", "0.999", "--epochs", 1, "--seeds", 1, "--workers", 1)
@@ -157,6 +158,7 @@ OPTIMIZERS = {"Unready": OptimizerSpec(Unready), "Stumbling": OptimizerSpec(Stum
 @pytest.mark.parametrize(
     "name, reason", [("Unready", "RuntimeError: not ready"), ("Stumbling", "ValueError: it stumbled")]
 )
+@pytest.mark.usefixtures("two_workers")
 def test_an_error_of_a_plugin_is_told_as_its_own(name: str, reason: str, tmp_path: Path) -> None:
     path = tmp_path / "failing.py"
     path.write_text(FAILING)

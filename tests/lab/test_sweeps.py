@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -186,13 +186,6 @@ def made_up_training(calls: Path) -> Callable[..., None]:
         )
 
     return train
-
-
-@pytest.fixture(scope="module")
-def two_workers() -> Iterator[None]:
-    with cluster(workers=2) as room:
-        assert room == 2
-        yield
 
 
 def test_runs_survive_their_workers(two_workers: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

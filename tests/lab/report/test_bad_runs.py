@@ -93,6 +93,7 @@ def test_a_bad_run_is_named_and_the_others_are_reported(reason: str, tmp_path: P
     assert good.folder.exists()
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_command_says_so_and_succeeds(tmp_path: Path) -> None:
     make_run(tmp_path / "good", ADAM, [2, 1, 1, 1])
     bad = make_run(tmp_path / "bad", replace(ADAM, lr=0.5), [2, 1, 1, 1])
@@ -113,6 +114,7 @@ def test_names_are_never_read_as_mathematics(tmp_path: Path) -> None:
     assert FORMULA in (tmp_path / "report" / "report.html").read_text()
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_long_field_is_no_long_file_name(tmp_path: Path) -> None:
     for field in ("x" * 300, "x" * 301):
         change(
@@ -151,6 +153,7 @@ def test_a_bad_line_of_a_study_is_named_and_the_rest_is_drawn(damage: bytes, tmp
     assert study.tables == collect([RESULTS / "quality" / "cnn"]).studies[0].tables
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_records_of_two_networks_in_one_folder_are_named(tmp_path: Path) -> None:
     line = (RESULTS / "quality" / "paper" / "metrics.jsonl").read_bytes().splitlines()[0]
     folder = quality_folder(tmp_path, damage=line)
@@ -160,6 +163,7 @@ def test_records_of_two_networks_in_one_folder_are_named(tmp_path: Path) -> None
     assert complaint.startswith(f"hesscale: left out {folder}: its records do not go together (")
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_figure_that_cannot_be_drawn_costs_its_section(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from hesscale_lab.report import write as writing
 

@@ -7,6 +7,8 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from hesscale_lab.compact import compact
 from hesscale_lab.plugins import Plugin
 from hesscale_lab.report.collect import collect
@@ -62,6 +64,7 @@ def test_a_copied_task_is_a_place_of_its_own(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_folders_of_the_same_name_are_told_apart_by_what_is_above_them(tmp_path: Path) -> None:
     for place, last in (("a/train", 1), ("b/train", 2), ("b/old", 3)):
         make_seeds(tmp_path / place, ADAM, [[3, 2, 1, last]])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from hesscale_lab.report import learning_curves, sensitivity
-from hesscale_lab.report import write as writing
 from hesscale_lab.report.collect import Experiment, collect
 from hesscale_lab.report.learning_curves import Against
 from hesscale_lab.report.paper import paper_curves
@@ -167,6 +165,7 @@ def test_a_report_draws_studies_from_their_records(tmp_path: Path) -> None:
     assert "target" not in text
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_figures_turn_dark_with_the_page(tmp_path: Path) -> None:
     make_run(tmp_path / "runs", ADAM, [2, 1, 1, 1])
     write(collect([tmp_path / "runs"]), tmp_path / "report")
@@ -175,15 +174,10 @@ def test_figures_turn_dark_with_the_page(tmp_path: Path) -> None:
     assert text.count("<img") == text.count('<div class="card') == 2
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_report_of_the_committed_runs_draws_every_figure_of_the_documents(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    def named(figure: Figure, stem: Path, kinds: Sequence[str] = ("png",)) -> list[Path]:
-        stem.with_name(f"{stem.name}.png").write_bytes(b"drawn, but not rendered")
-        return [stem.with_name(f"{stem.name}.png")]
-
-    monkeypatch.setattr(writing, "save", named)
-    monkeypatch.setattr(writing, "as_png", lambda figure: b"")
     assert not write(collect([RESULTS]), tmp_path).left_out
     root = RESULTS.parent
     linked = {

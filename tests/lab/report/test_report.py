@@ -57,6 +57,7 @@ class Page(HTMLParser):
         return [attributes for name, attributes in self.elements if name == tag]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_an_optimizer_with_options_has_a_curve_of_its_own(tmp_path: Path) -> None:
     for options, loss in (((), 1.0), ((("every", 10),), 0.5), ((("every", 2),), 0.25)):
         make_seeds(tmp_path, replace(ADAM, optimizer="AdaHesScale", options=options), [[2, 1, 1, loss]] * 2)
@@ -180,6 +181,7 @@ def test_a_setting_that_has_ended_goes_before_one_that_has_not(tmp_path: Path) -
     assert [*axes.lines[0].get_xdata()] == [1e-4, 1e-3]  # type: ignore[misc]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_areas_of_unfinished_settings_are_compared_over_the_same_epochs(tmp_path: Path) -> None:
     make_run(tmp_path, replace(ADAM, lr=1e-1), [2, 1.5], end=None)
     make_run(tmp_path, replace(ADAM, lr=1e-2), [2, 1, 1], end=None)
@@ -286,6 +288,7 @@ def test_one_is_singular(tmp_path: Path) -> None:
     assert counted(1200, "seed") == "1,200 seeds"
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_numbers_stand_beside_the_report(tmp_path: Path) -> None:
     make_seeds(tmp_path / "runs", ADAM, [[2, 1, 1, 1], [2, 2, 1, 0.5]])
     make_run(tmp_path / "runs", replace(ADAM, lr=0.1), [2, 1], end="not finite")

@@ -138,6 +138,7 @@ def test_heads_that_do_not_fit_are_one_sentence(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.usefixtures("two_workers")
 def test_another_text_of_the_same_name_is_another_run(tmp_path: Path) -> None:
     text = tmp_path / "my own.txt"
     arguments = (*SIZES, "--field", "text=my own.txt", "--data", tmp_path, "--out", tmp_path / "runs")
@@ -160,6 +161,7 @@ def test_another_text_of_the_same_name_is_another_run(tmp_path: Path) -> None:
     assert progress_of(settings, path.parent).has_ended
 
 
+@pytest.mark.usefixtures("two_workers")
 def test_it_trains_on_a_file_here_and_in_a_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "books").mkdir()
