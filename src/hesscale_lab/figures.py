@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from colorsys import hls_to_rgb, rgb_to_hls
 from dataclasses import dataclass
+from enum import StrEnum
 from io import BytesIO
 from pathlib import Path
 
@@ -17,27 +18,39 @@ from PIL import Image
 
 from .wording import Estimate
 
-BLUE, SKY, GREEN, VERMILION, PURPLE, ORANGE = "#0072B2", "#56B4E9", "#009E73", "#D55E00", "#CC79A7", "#E69F00"
-BLACK, GRAY, BROWN, VIOLET = "#222222", "#8C8C8C", "#8A5A2B", "#7A4B9A"
-"""Okabe & Ito's colors, which most color-blind readers tell apart, and some others.
 
-In all figures: propagated estimates blue and purple, Gauss-Newton by sampling green, Hutchinson's probes vermilion,
-first-order methods black and gray.
-"""
+class Color(StrEnum):
+    """Okabe & Ito's colors, which most color-blind readers tell apart, and some others.
+
+    In all figures: propagated estimates blue and purple, Gauss-Newton by sampling green, Hutchinson's probes vermilion,
+    first-order methods black and gray.
+    """
+
+    BLUE = "#0072B2"
+    SKY = "#56B4E9"
+    GREEN = "#009E73"
+    VERMILION = "#D55E00"
+    PURPLE = "#CC79A7"
+    ORANGE = "#E69F00"
+    BLACK = "#222222"
+    GRAY = "#8C8C8C"
+    BROWN = "#8A5A2B"
+    VIOLET = "#7A4B9A"
+
 
 STYLES: Mapping[str, tuple[str, str]] = {
-    "AdaHesScale": (BLUE, "o"),
-    "AdaHesScaleGN": (SKY, "s"),
-    "AdaBL89": (PURPLE, "^"),
-    "AdaHessian": (VERMILION, "D"),
-    "AdaGGNMC": (GREEN, "v"),
-    "Adam": (BLACK, "P"),
+    "AdaHesScale": (Color.BLUE, "o"),
+    "AdaHesScaleGN": (Color.SKY, "s"),
+    "AdaBL89": (Color.PURPLE, "^"),
+    "AdaHessian": (Color.VERMILION, "D"),
+    "AdaGGNMC": (Color.GREEN, "v"),
+    "Adam": (Color.BLACK, "P"),
     "AdamFused": ("#5A5A5A", "p"),
-    "SGD": (GRAY, "X"),
+    "SGD": (Color.GRAY, "X"),
 }
 """Color and marker of the optimizers, in the order of figures and tables."""
 
-_OTHERS = ((ORANGE, "h"), ("#B8A800", "*"), (VIOLET, "<"), (BROWN, ">"))
+_OTHERS = ((Color.ORANGE, "h"), ("#B8A800", "*"), (Color.VIOLET, "<"), (Color.BROWN, ">"))
 _TURN, _DARKER = 0.19, 0.85  # of the hue, for each further line of one optimizer; grays have no hue to turn
 _MARKERS = "^<*dx+12"
 _PALETTE = 256

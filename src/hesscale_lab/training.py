@@ -125,8 +125,8 @@ def _taken_up(run: Run, config: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def _is_of(state: object, config: Mapping[str, Any]) -> bool:
     match state:
-        case {"config": dict(own), "records": _}:
-            return not differences(config, own, free=_FREE)
+        case {"config": dict(saved), "records": _}:
+            return not differences(config, saved, free=_FREE)
     return False
 
 

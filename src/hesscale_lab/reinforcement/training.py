@@ -62,12 +62,12 @@ Weights = Sequence[tuple[Tensor, Tensor]]
 
 def weights_of(seeds: Sequence[int], sizes: Sequence[int], gain: float) -> Weights:
     """Linear layers of these sizes, orthogonal at first; ``gain`` is that of the last one."""
-    found = []
+    layers = []
     for index, (inputs, outputs) in enumerate(pairwise(sizes)):
         scale = gain if index == len(sizes) - 2 else math.sqrt(2)
         weight = torch.stack([_orthogonal(inputs, outputs, scale, 10 * seed + index) for seed in seeds])
-        found.append((nn.Parameter(weight), nn.Parameter(torch.zeros(len(seeds), 1, outputs))))
-    return found
+        layers.append((nn.Parameter(weight), nn.Parameter(torch.zeros(len(seeds), 1, outputs))))
+    return layers
 
 
 def _orthogonal(inputs: int, outputs: int, scale: float, seed: int) -> Tensor:
@@ -179,11 +179,11 @@ class Runs:
         )
         gamma, decay = self._environment.discount, self._environment.discount * self._algorithm.smoothing
         surprise = self._environment.scale * e["reward"] + gamma * nexts * e["goes_on"] - values
-        found, running = torch.empty_like(surprise), torch.zeros_like(surprise[:, 0])
+        advantages, running = torch.empty_like(surprise), torch.zeros_like(surprise[:, 0])
         for t in reversed(range(surprise.shape[1])):
             running = surprise[:, t] + decay * running * ~e["over"][:, t]
-            found[:, t] = running
-        return found, found + values
+            advantages[:, t] = running
+        return advantages, advantages + values
 
     def _learn(self, experience: Mapping[str, Tensor]) -> None:
         advantages, returns = self._advantages(experience)

@@ -9,7 +9,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from ..figures import BLUE, VERMILION, Plot, tidy, verbatim
+from ..figures import Color, Plot, tidy, verbatim
 
 _BINS = 48
 _DECADES = 10
@@ -52,7 +52,7 @@ def _histogram(values: Mapping[str, Tensor], edges: Tensor) -> Figure:
     everything = torch.cat([*values.values()])
     figure = Figure(figsize=(7.2, 3.4), layout="constrained", dpi=150)
     axes = figure.subplots()
-    signs = (("h > 0", everything[everything > 0], BLUE), ("h < 0", everything[everything < 0], VERMILION))
+    signs = (("h > 0", everything[everything > 0], Color.BLUE), ("h < 0", everything[everything < 0], Color.VERMILION))
     for label, some, color in signs:
         axes.stairs(counts(some, edges).tolist(), edges.tolist(), color=color, fill=True, alpha=0.55, label=label)
     axes.set(xlabel="log₁₀|h|", ylabel="entries", yscale="symlog")
@@ -66,9 +66,7 @@ def _heat_map(values: Mapping[str, Tensor], edges: Tensor) -> Figure:
     figure = Figure(figsize=(7.2, 1.2 + 0.24 * len(rows)), layout="constrained", dpi=150)
     axes = figure.subplots()
     image = axes.pcolormesh(edges.tolist(), range(len(rows) + 1), rows, cmap="Blues", vmin=0)
-    axes.set_yticks(
-        [place + 0.5 for place in range(len(rows))], [verbatim(name) for name in values], fontsize="x-small"
-    )
+    axes.set_yticks([row + 0.5 for row in range(len(rows))], [verbatim(name) for name in values], fontsize="x-small")
     axes.invert_yaxis()
     axes.set_xlabel("log₁₀|h|")
     figure.colorbar(image, ax=axes, label="share of a parameter's entries")

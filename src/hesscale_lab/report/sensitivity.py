@@ -59,15 +59,15 @@ def _draw_pair(
     axes: Axes, pair: tuple[float, float], series: tuple[Series, ...], shown: dict[str, tuple[str, str]]
 ) -> None:
     for name, (color, marker) in shown.items():
-        own = [s for s in series if s.label == name and (s.beta1, s.beta2) in (pair, (0.0, 0.0))]
-        own.sort(key=lambda s: s.lr)
-        finals = [s.values[METRIC][-1] for s in own]
-        lrs, means = [s.lr for s in own], [value.mean for value in finals]
+        line = [s for s in series if s.label == name and (s.beta1, s.beta2) in (pair, (0.0, 0.0))]
+        line.sort(key=lambda s: s.lr)
+        finals = [s.values[METRIC][-1] for s in line]
+        lrs, means = [s.lr for s in line], [value.mean for value in finals]
         axes.plot(lrs, means, color=color, linewidth=1.5)
         bars = [0.0 if math.isnan(value.error) else 2 * value.error for value in finals]
         axes.errorbar(lrs, means, bars, color=color, linestyle="none")
         for fill, broken in ((color, False), ("white", True)):
-            points = [(s.lr, mean) for s, mean in zip(own, means, strict=True) if bool(s.not_finite) is broken]
+            points = [(s.lr, mean) for s, mean in zip(line, means, strict=True) if bool(s.not_finite) is broken]
             if points:
                 axes.plot(*zip(*points, strict=True), marker, color=color, markersize=5.5, markerfacecolor=fill)
     axes.set(xscale="log", xlabel="lr", ylabel="final test loss")

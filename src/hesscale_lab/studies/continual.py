@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from hesscale.applications.consolidation import EWC
 
 from ..batches import generator_for
-from ..figures import BLACK, BLUE, GRAY, ORANGE, SKY, VERMILION, Plot, draw_line, legend_of_all, tidy, verbatim
+from ..figures import Color, Plot, draw_line, legend_of_all, tidy, verbatim
 from ..tasks.networks import mlp
 from ..tasks.table import TASKS
 from ..wording import Table, counted, estimate, percent, power
@@ -33,12 +33,12 @@ from .study import Cell, Config, Record, Records, Study, has, is_number, is_whol
 Images = tuple[Tensor, Tensor]
 
 METHODS: Mapping[str, tuple[str | None, str, str]] = {
-    "none": (None, GRAY, "X"),
-    "L2": ("ones", BLACK, "P"),
-    "EWC, g² per example": ("g² per example", VERMILION, "D"),
-    "EWC, HesScale": ("HesScale", BLUE, "o"),
-    "EWC, HesScaleGN": ("HesScaleGN", SKY, "s"),
-    "EWC, HesScale rank=3": ("HesScale rank=3", ORANGE, "^"),
+    "none": (None, Color.GRAY, "X"),
+    "L2": ("ones", Color.BLACK, "P"),
+    "EWC, g² per example": ("g² per example", Color.VERMILION, "D"),
+    "EWC, HesScale": ("HesScale", Color.BLUE, "o"),
+    "EWC, HesScaleGN": ("HesScaleGN", Color.SKY, "s"),
+    "EWC, HesScale rank=3": ("HesScale rank=3", Color.ORANGE, "^"),
 }
 """The diagonal of each method's penalty, and the method's color and marker."""
 _BATCH, _LR, _TASKS = 64, 1e-3, 5

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, geometric_mean, linear_regression
 from typing import Any, Literal
@@ -18,20 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter
 
-from ..figures import (
-    BLACK,
-    BLUE,
-    BROWN,
-    GRAY,
-    GREEN,
-    PURPLE,
-    SKY,
-    VERMILION,
-    Plot,
-    label_log,
-    tidy,
-    verbatim,
-)
+from ..figures import Color, Plot, label_log, tidy, verbatim
 from ..tasks import cost_networks
 from ..wording import Table, counted
 from . import cost_steps
@@ -121,71 +107,32 @@ def of_kind(records: Iterable[Record], kind: str, **fields: Any) -> list[Record]
     ]
 
 
-@dataclass(frozen=True)
-class Mean:
-    """An optimizer's geometric means over cells."""
-
-    optimizer: str
-    ratio: float
-    ratio_without_forward: float
-    ratio_to_fused: float
-    cells: int
-
-
-def headline(records: Iterable[Record]) -> list[Mean]:
-    """Geometric means over the cells of the headline that were measured, without exact diagonals."""
-    chosen = of_kind(records, "time", headline=True, exact=False)
-    return [
-        Mean(
-            name,
-            ratio=geometric_mean(row["ratio"] for row in rows),
-            ratio_without_forward=geometric_mean(row["ratio_without_forward"] for row in rows),
-            ratio_to_fused=geometric_mean(row["ratio_to_fused"] for row in rows),
-            cells=len(rows),
-        )
-        for name, rows in by_optimizer(chosen).items()
-    ]
-
-
 def by_optimizer(records: Iterable[Record]) -> dict[str, list[Record]]:
     """The records grouped by optimizer, in the order of the table."""
     return by(records, "optimizer")
 
 
-@dataclass(frozen=True)
-class Growth:
-    """The exponent a of seconds ∝ parameters^a over all cells, and over the larger half of four or more."""
-
-    optimizer: str
-    batch: int
-    exponent: float
-    of_larger_half: float | None
+def headline(records: Iterable[Record]) -> dict[str, list[Record]]:
+    """The measured cells of the headline, by optimizer; exact diagonals are left out."""
+    return by_optimizer(of_kind(records, "time", headline=True, exact=False))
 
 
-def growth(records: Iterable[Record]) -> list[Growth]:
-    """The growth of the whole step with the number of layers, per optimizer and batch size.
-
-    The step of a small network is mostly overhead that does not grow, so the larger half shows the work.
+def growth(records: Iterable[Record]) -> dict[tuple[str, int], tuple[float, float | None]]:
+    """The exponent a of seconds ∝ parameters^a, by optimizer and batch size: of all numbers of layers, and of the
+    larger half of four or more. The step of a small network is mostly overhead, so the larger half shows the work.
     """
-    grown = []
-    for name, rows in by_optimizer(of_kind(records, "time", panel="layers", exact=False)).items():
-        for batch in sorted({row["batch"] for row in rows}):
-            line = sorted((row["parameters"], row["seconds"]) for row in rows if row["batch"] == batch)
-            if len({size for size, _ in line}) > 1:
-                larger = exponent(line[len(line) // 2 :]) if len(line) > 3 else None
-                grown.append(Growth(name, batch, exponent(line), larger))
-    return grown
+    exponents = {}
+    cells = by(of_kind(records, "time", panel="layers", exact=False), "optimizer", "batch")
+    for key, rows in cells.items():
+        line = sorted((row["parameters"], row["seconds"]) for row in rows)
+        if len({size for size, _ in line}) > 1:
+            exponents[key] = _slope(line), _slope(line[len(line) // 2 :]) if len(line) > 3 else None
+    return exponents
 
 
-def exponent(points: Sequence[tuple[float, float]]) -> float:
+def _slope(points: Sequence[tuple[float, float]]) -> float:
     """a of the least-squares line  log y = a log x + c."""
     return linear_regression(*zip(*((math.log(x), math.log(y)) for x, y in points), strict=True)).slope
-
-
-def ratio_of(records: Iterable[Record], optimizer: str, batch: int, panel: str) -> float | None:
-    """The geometric mean of an optimizer's ratios over a panel at one batch size, without the forward pass."""
-    rows = of_kind(records, "time", optimizer=optimizer, batch=batch, panel=panel)
-    return geometric_mean(row["ratio_without_forward"] for row in rows) if rows else None
 
 
 PAPER: Mapping[str, Mapping[str, tuple[float, ...]]] = {
@@ -222,28 +169,29 @@ def papers_ratio(panel: str, optimizer: str) -> float | None:
 
 def tables(config: Config, records: Records) -> Iterator[Table]:
     """The headline, both panels, growth, single networks and memory, as far as they were measured."""
-    yield from _headline_table(records)
-    yield from _panels(records)
-    yield from _growth(records)
-    yield from _networks(records)
-    yield from _memory(records)
-
-
-def _headline_table(records: Records) -> Iterator[Table]:
-    means = headline(records)
-    if means:
-        layers, batches = (", ".join(map(str, some)) for some in (cost_networks.HEADLINE, cost_networks.BATCHES))
-        cells = counted(max(mean.cells for mean in means), "cell")
+    layers, batches = (", ".join(map(str, some)) for some in (cost_networks.HEADLINE, cost_networks.BATCHES))
+    if best := headline(records):
         yield Table(
-            f"Cost of a step relative to {UNIT}'s, geometric means of {cells}",
-            ("optimizer", "whole", "no forward", "whole / fused Adam's"),
-            tuple(
-                (m.optimizer, f"{m.ratio:.2f}", f"{m.ratio_without_forward:.2f}", f"{m.ratio_to_fused:.2f}")
-                for m in means
-            ),
+            f"Cost of a step relative to {UNIT}'s, geometric means of {counted(max(map(len, best.values())), 'cell')}",
+            ("optimizer", *_RATIOS),
+            tuple((name, *_ratios(rows)) for name, rows in best.items()),
             f"{layers} layers of {cost_networks.WIDTH} tanh units, batch {batches}. Whole: forward, backward, update, "
             "clearing. No forward: backward and update, as in the paper.",
         )
+    yield from _panels(records)
+    yield from _growth(records)
+    for cell, rows in by(of_kind(records, "time", panel="networks"), "cell").items():
+        cells = tuple((row["optimizer"], f"{1000 * row['seconds']:.1f}", *_ratios([row])) for row in rows)
+        yield Table(f"Cost of a step relative to {UNIT}'s: {cell}", ("optimizer", "ms", *_RATIOS), cells)
+    yield from _memory(records)
+
+
+_RATIOS = {"whole": "ratio", "no forward": "ratio_without_forward", "whole / fused Adam's": "ratio_to_fused"}
+
+
+def _ratios(rows: Records) -> list[str]:
+    """Geometric means."""
+    return [f"{geometric_mean(row[name] for row in rows):.2f}" for name in _RATIOS.values()]
 
 
 def _panels(records: Records) -> Iterator[Table]:
@@ -251,67 +199,42 @@ def _panels(records: Records) -> Iterator[Table]:
     for panel, title in (("layers", "more and more layers"), ("outputs", "one layer, more and more outputs")):
         measured = of_kind(records, "time", panel=panel, exact=False)
         batches = sorted({record["batch"] for record in measured})
-        rows = []
-        for name in by_optimizer(measured):
-            ratios = (papers_ratio(panel, name), *(ratio_of(measured, name, b, panel) for b in batches))
-            rows.append((name, *("" if ratio is None else f"{ratio:.2f}" for ratio in ratios)))
-        if rows:
+        lines = []
+        for name, own in by_optimizer(measured).items():
+            cells = by(own, "batch").items()
+            ratios = {b: geometric_mean(cell["ratio_without_forward"] for cell in some) for b, some in cells}
+            shown = (papers_ratio(panel, name), *(ratios.get(batch) for batch in batches))
+            lines.append((name, *("" if ratio is None else f"{ratio:.2f}" for ratio in shown)))
+        if lines:
             headings = ("optimizer", "paper", *(f"batch {batch}" for batch in batches))
-            yield Table(f"Backward and update relative to {UNIT}'s: {title}", headings, tuple(rows))
+            yield Table(f"Backward and update relative to {UNIT}'s: {title}", headings, tuple(lines))
 
 
 def _growth(records: Records) -> Iterator[Table]:
-    grown = {(line.optimizer, line.batch): line for line in growth(records)}
-    batches = sorted({batch for _, batch in grown})
-    if grown:
-        names = dict.fromkeys(name for name, _ in grown)
+    exponents = growth(records)
+    batches = sorted({batch for _, batch in exponents})
+    texts = {key: f"{a:.2f}" + ("" if b is None else f" ({b:.2f})") for key, (a, b) in exponents.items()}
+    if exponents:
+        names = dict.fromkeys(name for name, _ in exponents)
         yield Table(
             "Growth: the exponent a of seconds ∝ parameters^a, whole step, all layers (larger half)",
             ("optimizer", *(f"batch {batch}" for batch in batches)),
-            tuple((name, *(_exponents(grown.get((name, batch))) for batch in batches)) for name in names),
+            tuple((name, *(texts.get((name, batch), "") for batch in batches)) for name in names),
             "Small networks are mostly overhead, which does not grow.",
         )
 
 
-def _exponents(line: Growth | None) -> str:
-    if line is None:
-        return ""
-    return f"{line.exponent:.2f}" + ("" if line.of_larger_half is None else f" ({line.of_larger_half:.2f})")
-
-
-def _networks(records: Records) -> Iterator[Table]:
-    measured = of_kind(records, "time", panel="networks")
-    for cell in dict.fromkeys(record["cell"] for record in measured):
-        rows = [
-            (
-                record["optimizer"],
-                f"{1000 * record['seconds']:.1f}",
-                f"{record['ratio']:.2f}",
-                f"{record['ratio_without_forward']:.2f}",
-                f"{record['ratio_to_fused']:.2f}",
-            )
-            for record in measured
-            if record["cell"] == cell
-        ]
-        headings = ("optimizer", "ms", "whole", "no forward", "whole / fused Adam's")
-        yield Table(f"Cost of a step relative to {UNIT}'s: {cell}", headings, tuple(rows))
-
-
 def _memory(records: Records) -> Iterator[Table]:
     measured = of_kind(records, "memory")
-    cells = list(dict.fromkeys(record["cell"] for record in measured))
-    peaks = {(record["optimizer"], record["cell"]): record for record in measured}
+    cells = by(measured, "cell")
+    peaks = {(r["optimizer"], r["cell"]): f"{r['ratio']:.2f} ({r['peak'] / 2**20:.0f})" for r in measured}
     if cells:
         yield Table(
             f"Peak of memory during a step relative to {UNIT}'s (MiB)",
             ("optimizer", *cells),
-            tuple((name, *(_peak(peaks.get((name, cell))) for cell in cells)) for name in by_optimizer(measured)),
+            tuple((name, *(peaks.get((name, cell), "") for cell in cells)) for name in by_optimizer(measured)),
             "All tensors: parameters, state, activations, temporaries.",
         )
-
-
-def _peak(record: Record | None) -> str:
-    return "" if record is None else f"{record['ratio']:.2f} ({record['peak'] / 2**20:.0f})"
 
 
 def rows(records: Records) -> Iterator[Record]:
@@ -323,70 +246,51 @@ def rows(records: Records) -> Iterator[Record]:
 Style = tuple[str, Literal["-", "--", "-.", ":", ""], str]
 
 _STYLES: Mapping[str, Style] = {
-    "SGD": (GRAY, "-", "X"),
-    "Adam": (BLACK, "-", "P"),
-    "Adam fused": (BLACK, ":", "P"),
-    "Adam compiled": (BLACK, "--", "P"),
-    "AdaHesScale": (BLUE, "-", "o"),
-    "AdaHesScale compiled": (BLUE, "--", "o"),
-    "AdaHesScale every=10": (BLUE, "-.", "."),
-    "AdaHesScale rank=1": (BLUE, "--", "2"),
-    "AdaHesScale rank=3": (BLUE, "--", "3"),
-    "AdaHesScaleGN": (SKY, "-", "s"),
-    "AdaBL89": (PURPLE, "-", "^"),
-    "AdaGGNMC": (GREEN, "-", "v"),
-    "GGN-MC, BackPACK": (GREEN, "--", "v"),
-    "AdaHessian": (VERMILION, "-", "D"),
-    "AdaHessian, pytorch_optimizer": (VERMILION, "--", "D"),
-    "exact GGN": (GREEN, "", "*"),
-    "exact H": (VERMILION, "", "*"),
+    "SGD": (Color.GRAY, "-", "X"),
+    "Adam": (Color.BLACK, "-", "P"),
+    "Adam fused": (Color.BLACK, ":", "P"),
+    "Adam compiled": (Color.BLACK, "--", "P"),
+    "AdaHesScale": (Color.BLUE, "-", "o"),
+    "AdaHesScale compiled": (Color.BLUE, "--", "o"),
+    "AdaHesScale every=10": (Color.BLUE, "-.", "."),
+    "AdaHesScale rank=1": (Color.BLUE, "--", "2"),
+    "AdaHesScale rank=3": (Color.BLUE, "--", "3"),
+    "AdaHesScaleGN": (Color.SKY, "-", "s"),
+    "AdaBL89": (Color.PURPLE, "-", "^"),
+    "AdaGGNMC": (Color.GREEN, "-", "v"),
+    "GGN-MC, BackPACK": (Color.GREEN, "--", "v"),
+    "AdaHessian": (Color.VERMILION, "-", "D"),
+    "AdaHessian, pytorch_optimizer": (Color.VERMILION, "--", "D"),
+    "exact GGN": (Color.GREEN, "", "*"),
+    "exact H": (Color.VERMILION, "", "*"),
 }
 """Color by kind of curvature, line by implementation: fused dotted, other libraries dashed."""
 
-_OTHER: Style = (BROWN, "-", "h")
+_OTHER: Style = (Color.BROWN, "-", "h")
 
 _PANELS = {"outputs": "one hidden layer, more and more outputs", "layers": "more and more hidden layers"}
 
-
-@dataclass(frozen=True)
-class _View:
-    """One figure: the field that it shows, and how."""
-
-    title: str
-    caption: str
-    field: str
-    label: str
-    unit: float
-    relative: bool = False  # on a linear scale, without exact diagonals, which would be far above it
-
-
-_VIEWS: Mapping[str, _View] = {
-    "cost": _View(
+_VIEWS: Mapping[str, tuple[str, str, str]] = {
+    "cost": (
+        "seconds",
         "Time of a whole step",
         "Milliseconds of a whole step (forward, backward, update, clearing of gradients) against the number of "
         "parameters. Both scales are logarithmic.",
-        "seconds",
-        "milliseconds",
-        1000,
     ),
-    "cost-without-forward": _View(
+    "cost-without-forward": (
+        "seconds_without_forward",
         "Time of backward and update",
         "Milliseconds of backward and update alone, as the paper counts, against the number of parameters. Both scales "
         "are logarithmic.",
-        "seconds_without_forward",
-        "milliseconds",
-        1000,
     ),
-    "cost-relative": _View(
+    "cost-relative": (
+        "ratio",
         "Time of a whole step relative to Adam's",
         "The time of a whole step divided by that of torch.optim.Adam in the same round, against the number of "
         "parameters. Exact diagonals are far above and left out.",
-        "ratio",
-        "time / Adam's",
-        1,
-        relative=True,
     ),
 }
+"""The field, title and caption of each figure. A ratio has a linear scale, without exact diagonals."""
 
 
 def figures(config: Config, records: Records) -> Iterator[Plot]:
@@ -396,54 +300,52 @@ def figures(config: Config, records: Records) -> Iterator[Plot]:
     """
     shown = [record for record in of_kind(records, "time") if record["panel"] in _PANELS]
     threads = "one thread" if config["threads"] == 1 else counted(config["threads"], "thread")
-    for name, view in _VIEWS.items():
-        rows = [record for record in shown if not (view.relative and record["exact"])]
-        if rows:
-            yield Plot(name, view.caption, _figure(rows, view, f"{view.title}, {threads}"))
+    for name, (field, title, caption) in _VIEWS.items():
+        measured = [record for record in shown if not (field == "ratio" and record["exact"])]
+        if measured:
+            yield Plot(name, caption, _figure(measured, field, f"{title}, {threads}"))
 
 
-def _figure(records: Records, view: _View, title: str) -> Figure:
+def _figure(records: Records, field: str, title: str) -> Figure:
     panels = [panel for panel in _PANELS if of_kind(records, "time", panel=panel)]
     batches = sorted({record["batch"] for record in records})
     size = (3.6 * len(batches) + 2.6, 3.9 * len(panels) + 0.5)
     figure = Figure(figsize=size, layout="constrained", dpi=150)
     # exact diagonals, at batch 1 only, would take most of a common scale of seconds
-    grid = figure.subplots(
-        len(panels), len(batches), squeeze=False, sharex="row", sharey="row" if view.relative else "none"
-    )
+    share: Literal["row", "none"] = "row" if field == "ratio" else "none"
+    grid = figure.subplots(len(panels), len(batches), squeeze=False, sharex="row", sharey=share)
     for panel, row in zip(panels, grid, strict=True):
         for batch, axes in zip(batches, row, strict=True):
-            _draw_cells(axes, of_kind(records, "time", panel=panel, batch=batch), view)
+            _draw_cells(axes, of_kind(records, "time", panel=panel, batch=batch), field)
             axes.set_title(f"{_PANELS[panel]}, batch {batch}", fontsize="small")
-        for axes in row:  # only when all of the row is drawn: a limit set earlier would cut off what comes later
-            _scale(axes, view)
-        row[0].set_ylabel(f"{view.label} per step" if not view.relative else view.label)
+        for axes in row:  # when the whole row is drawn: an earlier limit would cut off later lines
+            _scale(axes, linear=field == "ratio")
+        row[0].set_ylabel("time / Adam's" if field == "ratio" else "milliseconds per step")
     for axes in grid[-1]:
         axes.set_xlabel("parameters")
     names = by_optimizer(records)
-    ordered = sorted(names, key=lambda name: list(_STYLES).index(name) if name in _STYLES else len(_STYLES))
-    figure.legend(handles=[_key(name) for name in ordered], loc="outside right center", frameon=False, fontsize="small")
+    lines = [
+        Line2D([], [], color=color, linestyle=line, marker=marker, markersize=5, label=verbatim(name))
+        for name in (*(name for name in _STYLES if name in names), *(name for name in names if name not in _STYLES))
+        for color, line, marker in [_STYLES.get(name, _OTHER)]
+    ]
+    figure.legend(handles=lines, loc="outside right center", frameon=False, fontsize="small")
     figure.suptitle(title)
     return figure
 
 
-def _key(name: str) -> Line2D:
-    color, line, marker = _STYLES.get(name, _OTHER)
-    return Line2D([], [], color=color, linestyle=line, marker=marker, markersize=5, label=verbatim(name))
-
-
-def _draw_cells(axes: Axes, records: Records, view: _View) -> None:
-    for name, rows in by_optimizer(records).items():
+def _draw_cells(axes: Axes, records: Records, field: str) -> None:
+    for name, own in by_optimizer(records).items():
         color, line, marker = _STYLES.get(name, _OTHER)
-        points = sorted((row["parameters"], view.unit * row[view.field]) for row in rows)
+        points = sorted((record["parameters"], (1 if field == "ratio" else 1000) * record[field]) for record in own)
         axes.plot(*zip(*points, strict=True), color=color, linestyle=line, marker=marker, markersize=4, linewidth=1.3)
     tidy(axes)
 
 
-def _scale(axes: Axes, view: _View) -> None:
+def _scale(axes: Axes, *, linear: bool) -> None:
     axes.set_xscale("log")
     label_log(axes.xaxis, formatter=FuncFormatter(_short), short=100)
-    if view.relative:
+    if linear:
         axes.set_ylim(bottom=0)
     else:
         axes.set_yscale("log")

@@ -23,22 +23,7 @@ from torch.nn import functional as F
 from hesscale.applications import pruning
 
 from ..batches import generator_for
-from ..figures import (
-    BLACK,
-    BLUE,
-    GRAY,
-    GREEN,
-    ORANGE,
-    PURPLE,
-    SKY,
-    VERMILION,
-    VIOLET,
-    Plot,
-    draw_line,
-    legend_of_all,
-    tidy,
-    verbatim,
-)
+from ..figures import Color, Plot, draw_line, legend_of_all, tidy, verbatim
 from ..runs import load_state, save_state
 from ..tasks.networks import mlp
 from ..tasks.table import TASKS
@@ -122,16 +107,16 @@ class Saliency:
 
 
 SALIENCIES: Mapping[str, Saliency] = {
-    "magnitude": Saliency("ones", BLACK, "P"),
-    "g² per example": Saliency("g² per example", GRAY, "X"),
-    "HesScaleGN": Saliency("HesScaleGN", SKY, "s"),
-    "HesScale": Saliency("HesScale", BLUE, "o"),
-    "HesScale, h < 0 as 0": Saliency("HesScale", BLUE, "1", clamped=True, subjects=("mlp-tanh",)),
-    "HesScale, −gw + ½hw²": Saliency("HesScale", PURPLE, "d", order="second"),
-    "HesScale rank=1": Saliency("HesScale rank=1", VERMILION, "v"),
-    "HesScale rank=3": Saliency("HesScale rank=3", ORANGE, "^"),
-    "GGN-MC": Saliency("GGN-MC", GREEN, "<"),
-    "exact": Saliency("exact", VIOLET, "*", subjects=("mlp-relu", "mlp-tanh")),
+    "magnitude": Saliency("ones", Color.BLACK, "P"),
+    "g² per example": Saliency("g² per example", Color.GRAY, "X"),
+    "HesScaleGN": Saliency("HesScaleGN", Color.SKY, "s"),
+    "HesScale": Saliency("HesScale", Color.BLUE, "o"),
+    "HesScale, h < 0 as 0": Saliency("HesScale", Color.BLUE, "1", clamped=True, subjects=("mlp-tanh",)),
+    "HesScale, −gw + ½hw²": Saliency("HesScale", Color.PURPLE, "d", order="second"),
+    "HesScale rank=1": Saliency("HesScale rank=1", Color.VERMILION, "v"),
+    "HesScale rank=3": Saliency("HesScale rank=3", Color.ORANGE, "^"),
+    "GGN-MC": Saliency("GGN-MC", Color.GREEN, "<"),
+    "exact": Saliency("exact", Color.VIOLET, "*", subjects=("mlp-relu", "mlp-tanh")),
 }
 _COUNTS = ("train", "epochs", "curvature", "test", "removed", "steps")
 

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 import hesscale
 from hesscale.estimators import kfac
 
-from ..figures import BLUE, GREEN, VERMILION, Plot, label_log, tidy, verbatim
+from ..figures import Color, Plot, label_log, tidy, verbatim
 from ..tasks.networks import NETWORKS, seeded, sources, train
 from ..wording import Table, counted
 from . import quality_time
@@ -270,7 +270,13 @@ def figures(config: Config, records: Records) -> Iterator[Plot]:
 
 
 _GRAY = "#777777"
-_FAMILIES = {"HesScale": BLUE, "BL89": BLUE, "GGN": GREEN, "KFAC": GREEN, "AdaHessian": VERMILION}
+_FAMILIES = {
+    "HesScale": Color.BLUE,
+    "BL89": Color.BLUE,
+    "GGN": Color.GREEN,
+    "KFAC": Color.GREEN,
+    "AdaHessian": Color.VERMILION,
+}
 """Colors by the beginning of a method's name; others are gray."""
 
 _LAYERS = ("#440154", "#31688E", "#35B779", "#D8A200", "#C2477F", "#222222")

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 import hesscale
 from hesscale.columns.dial import Rank
 
-from ..figures import BLUE, GREEN, SKY, VERMILION, Plot, label_log, tidy, verbatim
+from ..figures import Color, Plot, label_log, tidy, verbatim
 from ..tasks.networks import BATCH, Data
 from ..wording import Table
 from . import stacked_mlp as stacked
@@ -186,14 +186,14 @@ def _row(record: Record, unit: Record) -> tuple[str, ...]:
 
 
 _STYLES = {
-    "HesScale": (BLUE, "D"),
-    "HesScale rank=1": (BLUE, "o"),
-    "HesScale rank=3": (BLUE, "^"),
-    "HesScale rank=full": (BLUE, "*"),
-    "HesScaleGN": (SKY, "D"),
+    "HesScale": (Color.BLUE, "D"),
+    "HesScale rank=1": (Color.BLUE, "o"),
+    "HesScale rank=3": (Color.BLUE, "^"),
+    "HesScale rank=full": (Color.BLUE, "*"),
+    "HesScaleGN": (Color.SKY, "D"),
     "g²": ("#777777", "s"),
-    "AdaHessian-MC": (VERMILION, "o-"),
-    "GGN-MC": (GREEN, "o-"),
+    "AdaHessian-MC": (Color.VERMILION, "o-"),
+    "GGN-MC": (Color.GREEN, "o-"),
 }
 _BOUNDS = {"GGN": (":", "GGN, exact"), "|diag H|": ("--", "|diag H| (estimate 0)")}
 _ROUNDING = 1e-10  # an error below this share of HesScale's is rounding, and has no place on a log axis

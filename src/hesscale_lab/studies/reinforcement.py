@@ -146,8 +146,8 @@ def by_problem(records: Records) -> dict[tuple[str, str], dict[str, Outcomes]]:
     """Outcomes by environment and algorithm, then by optimizer, then by step size."""
     return {
         problem: {
-            name: {lr: outcome(cell) for lr, cell in sorted(by(own, "lr").items())}
-            for name, own in by(some, "optimizer").items()
+            name: {lr: outcome(cell) for lr, cell in sorted(by(rates, "lr").items())}
+            for name, rates in by(some, "optimizer").items()
         }
         for problem, some in by(records, "environment", "algorithm").items()
     }
@@ -156,35 +156,36 @@ def by_problem(records: Records) -> dict[tuple[str, str], dict[str, Outcomes]]:
 def tables(config: Config, records: Records) -> Iterator[Table]:
     """For each problem the best of each optimizer and its width, then all step sizes."""
     for (environment, algorithm), optimizers in by_problem(records).items():
-        outcomes = [one for own in optimizers.values() for one in own.values()]
+        outcomes = [one for rates in optimizers.values() for one in rates.values()]
         runs, top = max(one.runs for one in outcomes), max(one.gain for one in outcomes)
         yield Table(
             f"{environment}, {algorithm}: returns at the end of {config['steps']} steps, {runs} seeds",
             ("optimizer", "best return", "± s.e.", "at lr", "wide", "mean gain", "collapsed %", "not finite %"),
-            tuple((name, *_summary(own, top)) for name, own in optimizers.items()),
+            tuple((name, *_summary(rates, top)) for name, rates in optimizers.items()),
             "Wide: step sizes within 20 % of the best gain of all. Gain: 0 at random, 1 solved, mean over step sizes. "
             "Collapsed: not finite, or below half of the run's own best gain.",
         )
-        rates = sorted({lr for own in optimizers.values() for lr in own})
+        tried = sorted({lr for rates in optimizers.values() for lr in rates})
         yield Table(
             f"{environment}, {algorithm}: mean return by step size (collapsed %)",
-            ("optimizer", *(f"{lr:g}" for lr in rates)),
-            tuple((name, *(_cell(own.get(lr)) for lr in rates)) for name, own in optimizers.items()),
+            ("optimizer", *(f"{lr:g}" for lr in tried)),
+            tuple((name, *(_cell(rates.get(lr)) for lr in tried)) for name, rates in optimizers.items()),
         )
 
 
-def _summary(own: Outcomes, top: float) -> tuple[str, ...]:
-    best = max(own, key=lambda lr: own[lr].gain)
-    wide = sum(one.gain >= 0.8 * top for one in own.values())
-    means = {key: sum(getattr(one, key) for one in own.values()) / len(own) for key in ("gain", "collapsed", "broken")}
+def _summary(rates: Outcomes, top: float) -> tuple[str, ...]:
+    best = max(rates, key=lambda lr: rates[lr].gain)
+    wide = sum(one.gain >= 0.8 * top for one in rates.values())
+    keys = ("gain", "collapsed", "broken")
+    gain, collapsed, broken = (sum(getattr(one, key) for one in rates.values()) / len(rates) for key in keys)
     return (
-        f"{own[best].mean:.0f}",
-        f"{own[best].error:.0f}",
+        f"{rates[best].mean:.0f}",
+        f"{rates[best].error:.0f}",
         f"{best:g}",
-        f"{wide} of {len(own)}",
-        f"{means['gain']:.2f}",
-        f"{100 * means['collapsed']:.0f}",
-        f"{100 * means['broken']:.0f}",
+        f"{wide} of {len(rates)}",
+        f"{gain:.2f}",
+        f"{100 * collapsed:.0f}",
+        f"{100 * broken:.0f}",
     )
 
 
@@ -195,8 +196,8 @@ def _cell(one: Outcome | None) -> str:
 def rows(records: Records) -> Iterator[Record]:
     """Outcomes by environment, algorithm, optimizer and step size."""
     for (environment, algorithm), optimizers in by_problem(records).items():
-        for name, own in optimizers.items():
-            for lr, one in own.items():
+        for name, rates in optimizers.items():
+            for lr, one in rates.items():
                 yield {
                     "environment": environment,
                     "algorithm": algorithm,
@@ -253,10 +254,10 @@ def _styles(names: list[str]) -> dict[str, tuple[str, str, Line]]:
 
 
 def _draw(axes: Axes, optimizers: dict[str, Outcomes], shown: dict[str, tuple[str, str, Line]]) -> None:
-    for name, own in optimizers.items():
+    for name, rates in optimizers.items():
         color, mark, line = shown[name]
-        means, bars = [one.mean for one in own.values()], [one.error for one in own.values()]
-        axes.errorbar([*own], means, bars, color=color, marker=mark, linestyle=line, markersize=4, linewidth=1.3)
+        means, bars = [one.mean for one in rates.values()], [one.error for one in rates.values()]
+        axes.errorbar([*rates], means, bars, color=color, marker=mark, linestyle=line, markersize=4, linewidth=1.3)
     axes.set_xscale("log")
     axes.xaxis.set_major_locator(LogLocator())
     axes.xaxis.set_minor_locator(NullLocator())

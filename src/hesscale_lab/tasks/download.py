@@ -63,33 +63,33 @@ def folder_with(name: str, folder: Path | None, *, fetch: Fetch | None = None) -
     """The folder to read an archive from: the given one as it is; else the cache, filled by a download if need be."""
     if folder is not None:
         return folder
-    archive, place = ARCHIVES[name], cache()
-    if not is_there(archive, place):
-        download(archive, place, fetch=fetch)
-    return place
+    archive, folder = ARCHIVES[name], cache()
+    if not is_there(archive, folder):
+        download(archive, folder, fetch=fetch)
+    return folder
 
 
 def cache() -> Path:
-    """Where downloads are kept; HESSCALE_DATA names another place."""
+    """Where downloads are kept; HESSCALE_DATA names another folder."""
     named = os.environ.get("HESSCALE_DATA")
     if named:
         return Path(named)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hesscale"
 
 
-def is_there(archive: Archive, place: Path) -> bool:
+def is_there(archive: Archive, folder: Path) -> bool:
     """Whether all files of an archive are in this folder."""
-    inside = place / archive.folder
+    inside = folder / archive.folder
     return all((inside / name).exists() or (inside / f"{name}.gz").exists() for name in archive.needed)
 
 
-def download(archive: Archive, place: Path, *, fetch: Fetch | None = None) -> None:
+def download(archive: Archive, folder: Path, *, fetch: Fetch | None = None) -> None:
     """Fetches the files of an archive into a folder, each checked by its MD5 sum before it counts."""
     try:
         fetch = fetch or _pooch()
-        target = place if archive.packed else place / archive.folder
+        target = folder if archive.packed else folder / archive.folder
         for name, md5 in archive.checksums.items():
-            unpack = {"processor": _Unpack(place)} if archive.packed else {}
+            unpack = {"processor": _Unpack(folder)} if archive.packed else {}
             fetch(f"{archive.url}/{name}", known_hash=f"md5:{md5}", fname=name, path=target, **unpack)
     except Exception as error:  # no network, no space, a wrong sum: the way out is the same
         raise FileNotFoundError(f"cannot download {archive.title} ({_short(error)}): {_by_hand(archive)}") from error
@@ -106,14 +106,14 @@ def _pooch() -> Fetch:
 class _Unpack:
     """A processor for pooch that unpacks a tar file where its reader expects it."""
 
-    def __init__(self, place: Path) -> None:
-        self.place = place
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
 
     def __call__(self, path: str, action: str, pup: Any) -> str:
         import tarfile
 
         with tarfile.open(path) as tar:
-            tar.extractall(self.place, filter="data")
+            tar.extractall(self.folder, filter="data")
         Path(path).unlink()  # as large as what was in it
         return path
 

@@ -53,8 +53,8 @@ class ImageTask(Task):
 
     def load(self, folder: Path | None) -> tuple[Labelled, Labelled]:
         """Training and test images with labels: from this folder, or downloaded where there is none."""
-        place = folder_with(self.archive, folder) if self.archive else None
-        return self.read(place, train=True), self.read(place, train=False)
+        source = folder_with(self.archive, folder) if self.archive else None
+        return self.read(source, train=True), self.read(source, train=False)
 
     def make(self, generator: torch.Generator) -> nn.Module:
         """The network, freshly initialized."""

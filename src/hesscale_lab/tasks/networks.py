@@ -40,7 +40,7 @@ def templates(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
 
 
 def lookup(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Sequences of tokens, [N, 6]; the first token says at which later place the label stands."""
+    """Sequences of tokens, [N, 6]; the first token says at which later position the label is."""
     x = torch.randint(_VOCABULARY, (count, _LENGTH), generator=generator)
     x[:, 0] %= _LENGTH - 1
     return x, x.gather(1, x[:, :1] + 1).squeeze(1)
@@ -108,8 +108,8 @@ class Transformer(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Scores for the token asked for, [N, vocabulary]."""
-        places = torch.arange(tokens.shape[1], device=tokens.device)
-        return self.head(self.norm(self.blocks(self.token(tokens) + self.place(places))[:, 0]))
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        return self.head(self.norm(self.blocks(self.token(tokens) + self.place(positions))[:, 0]))
 
 
 _MNIST = Size(10, 100, 10_000), Size(2, 20, 500)

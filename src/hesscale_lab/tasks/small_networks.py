@@ -86,9 +86,9 @@ _NORMS: Mapping[str, Callable[[int], nn.Module]] = {
 def cnn(depth: int, activation: str, norm: str) -> nn.Module:
     """So many 3 × 3 convolutions, the second of which halves the image, and a mean over places."""
     layers: list[nn.Module] = []
-    for place, inputs in enumerate([SHAPE[0], *[8] * (depth - 1)]):
+    for number, inputs in enumerate([SHAPE[0], *[8] * (depth - 1)]):
         made = [_NORMS[norm](8)] if norm in _NORMS else []
-        layers += [nn.Conv2d(inputs, 8, 3, 2 if place == 1 else 1, 1), *made, ACTIVATIONS[activation]()]
+        layers += [nn.Conv2d(inputs, 8, 3, 2 if number == 1 else 1, 1), *made, ACTIVATIONS[activation]()]
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(32, CLASSES))
 
 
@@ -217,8 +217,8 @@ def tiny_transformers() -> dict[str, SmallNetwork]:
     """By name; none where the library is not installed."""
     if find_spec("transformers") is None:
         return {}
-    found = {}
+    networks = {}
     for task, table, inputs in (("Sequence", _TEXTS, tokens), ("Image", _IMAGES, images)):
         for name, settings in table.items():
-            found[f"transformers {name}"] = SmallNetwork(functools.partial(_make, name, task, settings), inputs)
-    return found
+            networks[f"transformers {name}"] = SmallNetwork(functools.partial(_make, name, task, settings), inputs)
+    return networks

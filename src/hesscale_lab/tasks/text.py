@@ -69,18 +69,18 @@ class TextTask(Task):
 
     def with_fields(self, fields: Sequence[tuple[str, Any]]) -> Self:
         """As every task; ValueError if the heads cannot share the width."""
-        found = super().with_fields(fields)
-        if found.width % found.heads:
-            raise ValueError(f"{found.heads} heads cannot share a width of {found.width} equally")
-        return found
+        task = super().with_fields(fields)
+        if task.width % task.heads:
+            raise ValueError(f"{task.heads} heads cannot share a width of {task.width} equally")
+        return task
 
     def _windows(self, content: bytes) -> Labelled:
-        """Bytes [N, context], and those one place on; what does not fill the last window is left out."""
+        """Bytes [N, context], and the following ones; an incomplete last window is left out."""
         count = (len(content) - 1) // self.context
         if count < 1:
             raise DataError(f"{self.text} is too short for windows of {self.context} characters")
         symbols = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        windows = (symbols[place : place + count * self.context].view(count, self.context) for place in (0, 1))
+        windows = (symbols[start : start + count * self.context].view(count, self.context) for start in (0, 1))
         examples, labels = windows
         return examples, labels.long()
 
@@ -114,7 +114,7 @@ _DEVIATION = 0.02  # of the first weights
 
 
 class Attention(nn.Module):
-    """Every place looks at itself and at the places before it, in several heads."""
+    """Every position attends to itself and to the positions before it, in several heads."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """From symbols [N, T] to logits of the next one at every place, [N · T, symbols]: a row for every label."""
+    """From symbols [N, T] to logits of the next one at every position, [N · T, symbols]: a row for every label."""
 
     def __init__(self, *, symbols: int, context: int, width: int, layers: int, heads: int) -> None:
         super().__init__()
