@@ -7,7 +7,6 @@ tries the same strengths, on images and with a seed of their own.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from hesscale.applications.consolidation import EWC
 
@@ -27,7 +25,7 @@ from ..figures import Color, Plot, draw_line, legend_of_all, tidy, verbatim
 from ..tasks.networks import mlp
 from ..tasks.table import TASKS
 from ..wording import Table, counted, estimate, percent, power
-from .diagonals import DIAGONALS
+from .applications import DIAGONALS, accuracy, images_of, train
 from .study import Cell, Config, Record, Records, Study, has, is_number, is_whole, is_word
 
 Images = tuple[Tensor, Tensor]
@@ -41,8 +39,9 @@ METHODS: Mapping[str, tuple[str | None, str, str]] = {
     "EWC, HesScale rank=3": ("HesScale rank=3", Color.ORANGE, "^"),
 }
 """The diagonal of each method's penalty, and the method's color and marker."""
-_BATCH, _LR, _TASKS = 64, 1e-3, 5
+_BATCH, _TASKS = 64, 5
 _SEARCH = 100  # the seed of the search
+_MNIST = TASKS["mnist-mlp"]
 
 
 @dataclass(frozen=True)
@@ -160,9 +159,10 @@ def learn(
     penalty, scale, diagonal = EWC(model, strength=strength), 0.0, METHODS[method][0]
     rows = []
     for number, task in enumerate(tasks):
-        train(model, penalty if strength else None, task.train, config["epochs"], generator_for(seed, "order", number))
+        order = generator_for(seed, "order", number)
+        train(model, shuffled(task.train, config["epochs"], order), penalty if strength else None)
         measured = [one.valid if search else one.test for one in tasks[: number + 1]]
-        rows.append(tuple(accuracy(model, images) for images in measured))
+        rows.append(tuple(accuracy(model, [images]) for images in measured))
         if diagonal is None:
             continue
         x, y = (part[: config["curvature"]] for part in task.train)
@@ -180,7 +180,7 @@ def mean_size(values: Any) -> float:
 
 def tasks_of(benchmark: str, seed: int, config: Config, data: Path | None) -> list[ImageTask]:
     """The five tasks of this seed, which has its own training images and its own orders of pixels."""
-    training, test = _load(data)
+    training, test = images_of(_MNIST, data)
     row, count, measured = BENCHMARKS[benchmark], config["train"], config["measured"]
     order = torch.randperm(len(training[1]), generator=generator_for(seed, "images"))
     tasks = []
@@ -188,33 +188,20 @@ def tasks_of(benchmark: str, seed: int, config: Config, data: Path | None) -> li
         chosen = order[row.belongs(training[1][order], number)]
         tested = row.belongs(test[1], number).nonzero().flatten()[:measured]
         pieces = (training, chosen[:-measured][:count]), (training, chosen[-measured:]), (test, tested)
-        tasks.append(ImageTask(*(row.shown((x[rows], y[rows]), number, seed) for (x, y), rows in pieces)))
+        tasks.append(ImageTask(*(row.shown(_prepared(x[rows], y[rows]), number, seed) for (x, y), rows in pieces)))
     return tasks
 
 
-@functools.lru_cache(maxsize=1)
-def _load(data: Path | None) -> tuple[Images, Images]:
-    task = TASKS["mnist-mlp"]
-    (x, y), (z, w) = task.load(data)
-    return (task.prepare(x).flatten(1), y), (task.prepare(z).flatten(1), w)
+def _prepared(x: Tensor, y: Tensor) -> Images:
+    return _MNIST.prepare(x).flatten(1), y
 
 
-def train(model: nn.Module, penalty: EWC | None, images: Images, epochs: int, generator: torch.Generator) -> None:
-    """Trains in place with a new Adam."""
-    optimizer = torch.optim.Adam(model.parameters(), lr=_LR)
+def shuffled(images: Images, epochs: int, generator: torch.Generator) -> Iterator[Images]:
+    """Batches of some epochs, each in a random order."""
     x, y = images
     for _ in range(epochs):
         for rows in torch.randperm(len(y), generator=generator).split(_BATCH):
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(x[rows]), y[rows])
-            (loss if penalty is None else loss + penalty()).backward()
-            optimizer.step()
-
-
-@torch.no_grad()
-def accuracy(model: nn.Module, images: Images) -> float:
-    """The share of right answers."""
-    return float((model(images[0]).argmax(1) == images[1]).double().mean())
+            yield x[rows], y[rows]
 
 
 def tables(config: Config, records: Records) -> Iterator[Table]:

@@ -8,7 +8,6 @@ same digits turned by a quarter, and blotches of noise: its confidence in the la
 from __future__ import annotations
 
 import copy
-import functools
 import importlib.util
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,11 +23,10 @@ from hesscale.applications.laplace import GRID, Posterior, laplace, probit
 from hesscale.applications.over_batches import diagonal_over
 
 from ..batches import generator_for
-from ..runs import load_state, save_state
 from ..tasks.networks import mlp
 from ..tasks.table import TASKS
 from ..wording import Table, counted
-from .diagonals import DIAGONALS, Batches, Compute
+from .applications import DIAGONALS, Batches, Compute, images_of, kept, train
 from .study import Cell, Config, Record, Records, Study, by, has, is_size, is_whole, is_word
 
 TRAINED, EPOCHS, CURVATURE, HELD_OUT, TESTED, SAMPLES = 20_000, 20, 1000, 200, 500, 30
@@ -109,24 +107,19 @@ def measure(cell: Cell, config: Config, *, data: Path | None, folder: Path) -> I
 Pair = tuple[Tensor, Tensor]
 
 
-@functools.lru_cache(maxsize=1)
-def _load(data: Path | None) -> tuple[Pair, Pair]:
-    return TASKS["mnist-mlp"].load(data)
-
-
 def _images(config: Config, seed: int, data: Path | None) -> tuple[Pair, Pair, list[Tensor], Tensor]:
     """Training and held-out images with their labels; test digits, the same turned, and noise; the digits' labels."""
-    (images, labels), (test, answers) = _load(data)
-    prepare = TASKS["mnist-mlp"].prepare
+    task = TASKS["mnist-mlp"]
+    (images, labels), (test, answers) = images_of(task, data)
     order = torch.randperm(len(labels), generator=generator_for(seed, "images"))
     used = (order[: config["trained"]], order[config["trained"] :][: config["held_out"]])
-    train, held_out = ((prepare(images[rows]).flatten(1), labels[rows]) for rows in used)
+    training, held_out = ((task.prepare(images[rows]).flatten(1), labels[rows]) for rows in used)
     chosen = torch.randperm(len(answers), generator=generator_for(seed, "test"))[: config["tested"]]
-    digits = prepare(test[chosen]).reshape(-1, 28, 28)
+    digits = task.prepare(test[chosen]).reshape(-1, 28, 28)
     noise = blotches(len(digits), generator_for(seed, "noise"))
     noise = digits.min() + noise * (digits.max() - digits.min())
     tests = [part.flatten(1).to(digits.dtype) for part in (digits, digits.rot90(1, (1, 2)), noise)]
-    return train, held_out, tests, answers[chosen]
+    return training, held_out, tests, answers[chosen]
 
 
 def blotches(count: int, generator: torch.Generator) -> Tensor:
@@ -141,18 +134,9 @@ def _trained(x: Tensor, y: Tensor, epochs: int, seed: int, path: Path) -> nn.Seq
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(generator_for(seed, "network").initial_seed())
         model = mlp(784, 128, 64, 10, activation=nn.ReLU)
-    state = load_state(path)
-    if state is not None:
-        model.load_state_dict(state)
-        return model
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    for epoch in range(epochs):
-        for rows in torch.randperm(len(y), generator=generator_for(seed, "order", epoch)).split(128):
-            optimizer.zero_grad()
-            F.cross_entropy(model(x[rows]), y[rows]).backward()
-            optimizer.step()
-    save_state(path, model.state_dict())
-    return model
+    orders = (torch.randperm(len(y), generator=generator_for(seed, "order", epoch)) for epoch in range(epochs))
+    batches = ((x[rows], y[rows]) for order in orders for rows in order.split(128))
+    return kept(path, model, lambda model: train(model, batches))
 
 
 def _posteriors(model: nn.Module, batches: Batches, config: Config, examples: int, seed: int) -> dict[str, Posterior]:

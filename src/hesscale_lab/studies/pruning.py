@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,16 +24,14 @@ from hesscale.applications import pruning
 
 from ..batches import generator_for
 from ..figures import Color, Plot, draw_line, legend_of_all, tidy, verbatim
-from ..runs import load_state, save_state
 from ..tasks.networks import mlp
 from ..tasks.table import TASKS
 from ..tasks.task import Task
 from ..wording import Table, counted, estimate, percent, plain
-from .diagonals import DIAGONALS, Batches, Diagonal
+from .applications import DIAGONALS, Batches, Diagonal, accuracy, images_of, kept, train
 from .study import Cell, Config, Record, Records, Study, by, has, is_number, is_whole, is_word
 
 _BATCH = 128
-_LR = 1e-3  # of Adam, in training and in fine-tuning
 
 
 @dataclass(frozen=True)
@@ -183,16 +181,11 @@ def _pruned(
     return one_shot, accuracy(model, images.test)
 
 
-@functools.lru_cache(maxsize=1)
-def _load(task: Task, data: Path | None) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    return task.load(data)
-
-
 class _Images:
     """The images of a network; each seed has its own training images."""
 
     def __init__(self, subject: Subject, seed: int, data: Path | None) -> None:
-        (images, labels), (held_out, answers) = _load(subject.task, data)
+        (images, labels), (held_out, answers) = images_of(subject.task, data)
         chosen = torch.randperm(len(labels), generator=generator_for(seed, "images"))[: subject.train]
         self._seed, self._flat, self._task = seed, subject.flat, subject.task
         self._x, self._y = self._seen(images[chosen]), labels[chosen]
@@ -215,31 +208,12 @@ class _Images:
 
 def trained(subject: Subject, images: _Images, seed: int, path: Path) -> nn.Module:
     """The network of this seed: read from the file, or trained and written there."""
-    model = subject.make(generator_for(seed, "network"))
-    state = load_state(path)
-    if state is not None:
-        model.load_state_dict(state)
-        return model
-    for epoch in range(subject.epochs):
-        train(model, images.epoch(epoch))
-    save_state(path, model.state_dict())
-    return model
 
+    def fit(model: nn.Module) -> None:
+        for epoch in range(subject.epochs):
+            train(model, images.epoch(epoch))
 
-def train(model: nn.Module, batches: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Trains in place with Adam, once through the batches."""
-    optimizer = torch.optim.Adam(model.parameters(), lr=_LR)
-    for x, y in batches:
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
-
-
-@torch.no_grad()
-def accuracy(model: nn.Module, batches: Batches) -> float:
-    """The share of right answers."""
-    right = sum(int((model(x).argmax(1) == y).sum()) for x, y in batches)
-    return right / sum(len(y) for _, y in batches)
+    return kept(path, subject.make(generator_for(seed, "network")), fit)
 
 
 @dataclass(frozen=True)

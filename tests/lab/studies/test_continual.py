@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hesscale.applications.consolidation import EWC
-from hesscale_lab.studies import continual
+from hesscale_lab.studies import applications, continual
 from hesscale_lab.tasks.networks import mlp
 
 from ..small_archives import write_mnist
@@ -26,7 +26,7 @@ TINY = {
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    continual._load.cache_clear()
+    applications.images_of.cache_clear()
     write_mnist(tmp_path, 60)
     return tmp_path
 
@@ -39,7 +39,8 @@ def test_forgetting_is_counted_from_the_best() -> None:
 
 def test_tasks_are_five_and_keep_their_images_apart(data: Path) -> None:
     split = continual.tasks_of("split MNIST", 0, TINY, data)
-    (images, labels), _ = continual._load(data)
+    (raw, labels), _ = applications.images_of(continual._MNIST, data)
+    images = continual._MNIST.prepare(raw).flatten(1)
     for number, task in enumerate(split):
         for x, y in (task.train, task.valid):
             for image, label in zip(x, y, strict=True):
@@ -60,11 +61,11 @@ def test_a_penalty_holds_weights_where_they_were(data: Path) -> None:
         torch.manual_seed(0)
         model = mlp(784, 10, 2, activation=nn.Tanh)
         penalty = None if strength is None else EWC(model, strength=strength)
-        continual.train(model, penalty, first.train, 20, torch.Generator().manual_seed(0))
+        applications.train(model, continual.shuffled(first.train, 20, torch.Generator().manual_seed(0)), penalty)
         anchor = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
         if penalty is not None:
             penalty.consolidate(diagonal={name: torch.ones_like(p) for name, p in model.named_parameters()})
-        continual.train(model, penalty, second.train, 20, torch.Generator().manual_seed(0))
+        applications.train(model, continual.shuffled(second.train, 20, torch.Generator().manual_seed(0)), penalty)
         now = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
         moved.append(float((now - anchor).norm()))
     assert 0 < moved[1] < moved[0] / 5

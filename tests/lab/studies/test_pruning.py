@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 import hesscale
 from hesscale_lab.studies import pruning
-from hesscale_lab.studies.diagonals import DIAGONALS
+from hesscale_lab.studies.applications import DIAGONALS
 from hesscale_lab.tasks.networks import mlp
 
 TINY = {"train": 40, "epochs": 1, "curvature": 20, "test": 40, "removed": 6, "steps": 1, "sparsities": (0.5, 0.9)}

@@ -12,7 +12,7 @@ import torch
 
 from hesscale_lab.files import alone
 from hesscale_lab.runs import Run
-from hesscale_lab.studies import continual, cost_timing, laplace, pruning, quality
+from hesscale_lab.studies import applications, continual, cost_timing, pruning, quality
 from hesscale_lab.studies.quality import authors_seeds
 from hesscale_lab.studies.study import read
 from hesscale_lab.studies.table import STUDIES, WITH_OPTIONS
@@ -59,8 +59,7 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ]
     monkeypatch.setattr(cost_networks, "CELLS", cells)
     monkeypatch.setattr(cost_timing, "_PIECE", 1e-9)
-    for module in (pruning, continual, laplace):
-        module._load.cache_clear()
+    applications.images_of.cache_clear()
     return tmp_path
 
 

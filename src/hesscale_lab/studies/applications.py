@@ -1,9 +1,11 @@
-"""The diagonals that the studies of applications compare, by name."""
+"""What the studies of applications share: diagonals by name, images, a training and its network, an accuracy."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -11,8 +13,11 @@ from torch.nn import functional as F
 
 from hesscale.applications import diagonal_over
 
+from ..runs import load_state, save_state
+from ..tasks.task import Labelled, Task
 from . import stacked_mlp
 
+Net = TypeVar("Net", bound=nn.Module)
 Batches = Sequence[tuple[Tensor, Tensor]]
 Diagonal = Mapping[str, Tensor]
 """By parameter name, of the mean cross-entropy."""
@@ -75,3 +80,36 @@ DIAGONALS: Mapping[str, Compute] = {
     "GGN-MC": _ours(method="ggn_mc"),
     "exact": exact,
 }
+
+
+@functools.lru_cache(maxsize=1)
+def images_of(task: Task, data: Path | None) -> tuple[Labelled, Labelled]:
+    """Training and test images of a task, read once for all cells of a run."""
+    return task.load(data)
+
+
+def train(model: nn.Module, batches: Iterable[Labelled], penalty: Callable[[], Tensor] | None = None) -> None:
+    """Trains in place with a new Adam, once through the batches."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    for x, y in batches:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        (loss if penalty is None else loss + penalty()).backward()
+        optimizer.step()
+
+
+def kept(path: Path, model: Net, fit: Callable[[Net], None]) -> Net:
+    """The model as the file has it; without a file, the model is trained and written there."""
+    if (state := load_state(path)) is not None:
+        model.load_state_dict(state)
+    else:
+        fit(model)
+        save_state(path, model.state_dict())
+    return model
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, batches: Batches) -> float:
+    """The share of right answers."""
+    right = sum(int((model(x).argmax(1) == y).sum()) for x, y in batches)
+    return right / sum(len(y) for _, y in batches)
