@@ -88,17 +88,23 @@ def _locked(path: Path, *, wait: bool) -> int:
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
-            if fcntl is not None:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except OSError as error:
-            if isinstance(error, BlockingIOError):
-                owner = path.read_text(errors="replace") or "another process"
-                os.close(descriptor)
-                raise InUseError(f"{owner} works in {path.parent}: wait for its end, or stop it") from None
-            if error.errno not in _NOT_SUPPORTED:
-                os.close(descriptor)
-                raise
-        with suppress(FileNotFoundError):
-            if os.path.samestat(path.stat(), os.fstat(descriptor)):
-                return descriptor
+            _lock(descriptor, path, wait=wait)
+            with suppress(FileNotFoundError):
+                if os.path.samestat(path.stat(), os.fstat(descriptor)):
+                    return descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
         os.close(descriptor)
+
+
+def _lock(descriptor: int, path: Path, *, wait: bool) -> None:
+    try:
+        if fcntl is not None:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        owner = path.read_text(errors="replace") or "another process"
+        raise InUseError(f"{owner} works in {path.parent}: wait for its end, or stop it") from None
+    except OSError as error:
+        if error.errno not in _NOT_SUPPORTED:
+            raise

@@ -93,6 +93,11 @@ def named_in_errors(plugin: Plugin | None) -> Iterator[None]:
         raise PluginFailure(f"the plugin {plugin.name} failed ({one_line(error)})") from error
 
 
+def is_built_in(table: str, name: str) -> bool:
+    """Whether the row of this name in TASKS or OPTIMIZERS is there without a plugin."""
+    return name in _TABLES[table][2]
+
+
 def _executed(plugin: Plugin) -> ModuleType:
     module = sys.modules[plugin.module] = ModuleType(plugin.module)  # dataclasses and pickle look the module up there
     try:

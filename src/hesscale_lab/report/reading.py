@@ -12,14 +12,12 @@ from typing import Any, NamedTuple
 
 from ..compact import StoredRun
 from ..histories import History, read_history
-from ..optimizers import OPTIMIZERS
 from ..options import option_words
-from ..plugins import Plugin
+from ..plugins import Plugin, is_built_in
 from ..runs import CONFIG, METRICS, Run
 from ..settings import LARGEST, MOST, is_step_size, settings_of
 from ..studies.study import Config, Records, Study, read
 from ..studies.table import STUDIES
-from ..tasks.table import TASKS
 from ..wording import Table
 
 _DIGITS = 8  # of a digest, enough to tell a few apart
@@ -136,7 +134,10 @@ def _read_training(run: Run, config: Config) -> Training:
             raise ValueError(f"its {name} is {config.get(name)!a:.60}")
     settings = settings_of(config)
     fields = [*config["fields"].items(), *([("processes", settings.processes)] if settings.processes != 1 else [])]
-    options = [*option_words(settings.options), *_digest("plugin=", settings.plugin, settings.optimizer in OPTIMIZERS)]
+    options = [
+        *option_words(settings.options),
+        *_digest("plugin=", settings.plugin, is_built_in("OPTIMIZERS", settings.optimizer)),
+    ]
     text = [settings.text[:_DIGITS]] if settings.text else []
     above = run.folder.resolve().parents  # setting, optimizer, task, --out; a renamed copy of a task is its own --out
     return Training(
@@ -147,15 +148,15 @@ def _read_training(run: Run, config: Config) -> Training:
         settings.seed,
         run.folder,
         out=above[min(3 if len(above) > 2 and above[2].name == settings.task else 2, len(above) - 1)],
-        source="-".join([*text, *_digest("", settings.plugin, settings.task in TASKS)]),
+        source="-".join([*text, *_digest("", settings.plugin, is_built_in("TASKS", settings.task))]),
         history=_read_history(run),
         command=str(config.get("command", "")),
         environment=_environment(run),
     )
 
 
-def _digest(prefix: str, plugin: Plugin | None, is_built_in: bool) -> list[str]:
-    return [] if plugin is None or is_built_in else [f"{prefix}{plugin.digest[:_DIGITS]}"]
+def _digest(prefix: str, plugin: Plugin | None, built_in: bool) -> list[str]:
+    return [] if plugin is None or built_in else [f"{prefix}{plugin.digest[:_DIGITS]}"]
 
 
 def _read_history(run: Run) -> History:

@@ -1,4 +1,4 @@
-"""The networks whose steps are timed and weighed, as a table of cells: a network and a batch size each.
+"""The networks whose steps are measured, as a table of cells: a network and a batch size each.
 
 The two panels of the paper's figure 2, as its text has them: one hidden layer with more and more outputs, and more and
 more hidden layers. The authors' code differs: a squared error, batch 1, no biases, and in the first panel 256 linear
@@ -44,7 +44,7 @@ class Problem:
 
     @property
     def parameters(self) -> int:
-        """How many there are."""
+        """The number of parameters."""
         return sum(p.numel() for p in self.network.parameters())
 
 
@@ -63,7 +63,7 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """What tells it from all other cells."""
+        """The unique name of the cell."""
         return f"{self.title}, batch {self.batch}"
 
     def problem(self, seed: int = 0) -> Problem:
@@ -170,7 +170,7 @@ CELLS: tuple[Cell, ...] = (
     _3C3D,
     _TRANSFORMER,
 )
-"""What is timed."""
+"""The cells that are timed."""
 
 WEIGHED: tuple[Cell, ...] = (
     Cell("memory", "MLP, 4 × 512 tanh", 128, functools.partial(tanh_network, 4, 100), vectors, 100, quick=True),
@@ -178,7 +178,7 @@ WEIGHED: tuple[Cell, ...] = (
     Cell("memory", "ResNet-18", 16, functools.partial(residual_network, 64, 2), images, 10),
     Cell("memory", "transformer", 8, transformer, sentences, 10),
 )
-"""Whose peak of memory is measured."""
+"""The cells whose peak of memory is measured."""
 
 _SHORT = functools.partial(sentences, length=32), functools.partial(sentences, length=16)
 
@@ -188,4 +188,4 @@ COMPILED: tuple[Cell, ...] = (
     Cell("networks", "ResNet type", 16, functools.partial(residual_network, 16, 1), images, 10),
     Cell("networks", "LSTM, 96 × 16 tokens", 16, recurrent_network, _SHORT[1], 10),
 )
-"""Where compiled passes are compared with eager ones: the headline, and networks that are quick to compile."""
+"""The cells where compiled passes are compared with eager ones: the headline, and networks that compile quickly."""

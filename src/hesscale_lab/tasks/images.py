@@ -69,7 +69,7 @@ class ImageTask(Task):
         return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
     def prepare(self, examples: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """What the network sees of these bytes; augmented, where the task is, if there is a generator."""
+        """The network's input from bytes; with a generator, augmented where the task augments."""
         x = augment(examples, generator) if self.augmented and generator is not None else examples.float()
         x = x.contiguous(
             memory_format=torch.channels_last
@@ -103,7 +103,7 @@ def augment(images: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def crop_and_flip(images: Tensor, generator: torch.Generator) -> Tensor:
-    """Each image padded by zeros, cut out again at a random place, and mirrored in one case of two; as floats."""
+    """Each image padded by zeros, cropped at random, and mirrored with probability ½; as floats."""
     count, _, height, width = images.shape
     padded = F.pad(images, (PADDING,) * 4)
     top, left = (torch.randint(2 * PADDING + 1, (count, 1), generator=generator) for _ in range(2))

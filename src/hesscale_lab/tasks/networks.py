@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from .archives import read_mnist
 
 Data = Callable[[int, torch.Generator], tuple[Tensor, Tensor]]
-"""From a count and a generator to that many examples."""
+"""From a count and a generator to ``count`` examples."""
 
 BATCH, STEP_SIZE = 32, 1e-3
 """Training is plain Adam, as in the ICML version's experiment on MNIST."""
@@ -107,7 +107,7 @@ class Transformer(nn.Module):
         self.norm, self.head = nn.LayerNorm(12), nn.Linear(12, _VOCABULARY)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Scores for the token asked for, [N, vocabulary]."""
+        """Scores of every token for the answer, [N, vocabulary]."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         return self.head(self.norm(self.blocks(self.token(tokens) + self.place(positions))[:, 0]))
 

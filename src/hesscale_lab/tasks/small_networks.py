@@ -1,4 +1,4 @@
-"""Small networks of all common kinds, as a table, with random and with learnable data: to try optimizers on."""
+"""Small networks of all common kinds, as a table, with random or learnable labels, to try optimizers on."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CLASSES = 5
 FEATURES, WORDS, LENGTH = 16, 20, 8
 SHAPE = (3, 8, 8)  # of an image
 DATA = ("random", "learnable")
-"""One batch with random labels, again and again; or new batches each time, with labels that inputs decide."""
+"""The same batch with random labels in every step; or a new batch with labels that the inputs determine."""
 
 Inputs = Callable[[int, torch.Generator], Tensor]
 
@@ -49,13 +49,13 @@ def labels(inputs: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class SmallNetwork:
-    """One row: how to make a network, and what it is fed."""
+    """One row: how to make a network, and its inputs."""
 
     make: Callable[[], nn.Module]
     inputs: Inputs
 
     def batch(self, count: int, data: str, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Inputs and labels of so many examples."""
+        """Inputs and labels of ``count`` examples."""
         inputs = self.inputs(count, generator)
         random = data == DATA[0]
         return inputs, torch.randint(CLASSES, (count,), generator=generator) if random else labels(inputs)
@@ -70,7 +70,7 @@ ACTIVATIONS: Mapping[str, Callable[[], nn.Module]] = {
 
 
 def mlp(depth: int, width: int, activation: str, *, norm: bool) -> nn.Module:
-    """So many hidden layers, perhaps with a layer norm before each activation."""
+    """An MLP with ``depth`` hidden layers, perhaps with a layer norm before each activation."""
     layers: list[nn.Module] = []
     for inputs in [FEATURES, *[width] * (depth - 1)]:
         layers += [nn.Linear(inputs, width), *([nn.LayerNorm(width)] if norm else []), ACTIVATIONS[activation]()]
@@ -84,7 +84,7 @@ _NORMS: Mapping[str, Callable[[int], nn.Module]] = {
 
 
 def cnn(depth: int, activation: str, norm: str) -> nn.Module:
-    """So many 3 × 3 convolutions, the second of which halves the image, and a mean over places."""
+    """``depth`` 3 × 3 convolutions, the second of which halves the image, then a mean over pixels."""
     layers: list[nn.Module] = []
     for number, inputs in enumerate([SHAPE[0], *[8] * (depth - 1)]):
         made = [_NORMS[norm](8)] if norm in _NORMS else []
@@ -118,7 +118,7 @@ class Residual(nn.Module):
 
 
 def residual(depth: int, activation: str, scale: float) -> nn.Module:
-    """So many residual blocks of width 32."""
+    """``depth`` residual blocks of width 32."""
     blocks = [
         Residual(
             nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 64), ACTIVATIONS[activation](), nn.Linear(64, 32)), 32, scale
@@ -214,7 +214,7 @@ def _make(name: str, task: str, settings: Mapping[str, Any]) -> nn.Module:
 
 
 def tiny_transformers() -> dict[str, SmallNetwork]:
-    """By name; none where the library is not installed."""
+    """The networks by name; none where the library is not installed."""
     if find_spec("transformers") is None:
         return {}
     networks = {}
