@@ -154,7 +154,9 @@ def test_missing_ray_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyP
         run_all([ADAM], tmp_path)
 
 
-def test_a_cluster_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
+def test_a_cluster_that_is_not_there_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = SimpleNamespace(is_initialized=lambda: False, shutdown=lambda: None)  # other tests have started the real one
+    monkeypatch.setattr(workers, "_ray", lambda: ray)
     with pytest.raises(WorkersError, match=r"cannot join a Ray cluster at 127.0.0.1:1: .*refused"):
         run_all([ADAM], tmp_path, address="127.0.0.1:1")
 

@@ -122,7 +122,7 @@ class Copies:
         return self._environment.observe(self._state).astype(np.float32)
 
     def step(self, action: Array) -> tuple[Array, Array, Array, Array, Array]:
-        """Rewards, last observations, whether the problem ended, whether the episode ended, and its return if it did."""
+        """Rewards, last observations, whether the problem ended, whether the episode ended, and then its return."""
         after, reward, ended = self._environment.step(self._state, action)
         last = self._environment.observe(after).astype(np.float32)
         self._age += 1

@@ -140,7 +140,7 @@ class Runs:
         return actors, critics
 
     def rounds(self, steps: int) -> Iterator[list[list[float]]]:
-        """Plays and learns for ``steps`` steps of each run; yields the returns of each run's episodes, round by round."""
+        """Plays and learns for ``steps`` steps of each run; yields each run's returns of episodes, round by round."""
         for _ in range(steps // (self._algorithm.copies * self._algorithm.horizon)):
             experience, returns = self._play()
             self._learn(experience)
