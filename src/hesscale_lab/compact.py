@@ -20,7 +20,7 @@ from typing import Any
 from . import files
 from .files import alone
 from .histories import is_finished
-from .runs import CONFIG, ENVIRONMENT, METRICS, DamagedRunError, Run
+from .runs import CONFIG, ENVIRONMENT, MEASUREMENTS, DamagedRunError, Run
 from .wording import csv_text, one_line
 
 TABLE, INDEX = "runs.csv", "runs.json"
@@ -114,7 +114,7 @@ def _why_not(run: Run, stored: Run | None) -> str | None:
 
 def _remove(folders: Iterable[Path], root: Path) -> None:
     for folder in folders:
-        for name in (CONFIG, ENVIRONMENT, METRICS):  # without config.json it is no run, should the others stay
+        for name in (CONFIG, ENVIRONMENT, MEASUREMENTS):  # without config.json it is no run, should the others stay
             (folder / name).unlink(missing_ok=True)
         with suppress(OSError):  # stops at a folder that is not empty
             while folder != root:

@@ -182,7 +182,7 @@ def warm_up(name: str, options: Options = ()) -> None:
     optimizer.step()
 
 
-class Choice(NamedTuple):
+class Hyperparameters(NamedTuple):
     """Hyper-parameters of an optimizer."""
 
     lr: float
@@ -211,10 +211,10 @@ PAPERS = tuple(row[0] for row in _ROWS)
 _TUNED_AS = {"AdamFused": "Adam"}
 
 
-def best_settings(task: str, optimizer: str) -> Choice | None:
+def best_settings(task: str, optimizer: str) -> Hyperparameters | None:
     """What the authors selected for this task, or for digits a short search; None where nobody has searched."""
     name = _TUNED_AS.get(optimizer, optimizer)
     if task not in _TASKS or name not in PAPERS:
         return None
     numbers = _ROWS[PAPERS.index(name)][1 + 3 * _TASKS.index(task) :][:3]
-    return Choice(*map(float, numbers))
+    return Hyperparameters(*map(float, numbers))

@@ -18,7 +18,7 @@ import hesscale
 
 from . import files
 
-CONFIG, ENVIRONMENT, METRICS = "config.json", "environment.json", "metrics.jsonl"
+CONFIG, ENVIRONMENT, MEASUREMENTS = "config.json", "environment.json", "metrics.jsonl"
 CHECKPOINT, WEIGHTS = "checkpoint.pt", "weights.pt"
 
 
@@ -58,7 +58,7 @@ class Run:
     @property
     def records(self) -> list[dict[str, Any]]:
         """All measurements; a last line without its end is still being written and left out."""
-        path = self.folder / METRICS
+        path = self.folder / MEASUREMENTS
         lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
         return [self._record(number, line) for number, line in enumerate(lines, start=1)]
 
@@ -73,12 +73,12 @@ class Run:
 
     def damaged(self, number: int) -> DamagedRunError:
         """The error that names this line, counted from 1, as no measurement."""
-        path = self.folder / METRICS
+        path = self.folder / MEASUREMENTS
         return DamagedRunError(f"{path}, line {number}, is damaged: mend it, or delete the file to measure anew")
 
     def add(self, *records: Mapping[str, Any]) -> None:
         """Appends one line per record, all at once; when it returns, they are on the disk."""
-        files.append(self.folder / METRICS, _lines(records))
+        files.append(self.folder / MEASUREMENTS, _lines(records))
 
 
 def open_run(folder: Path, config: Mapping[str, Any], *, free: Collection[str] = ()) -> Run:
@@ -89,9 +89,9 @@ def open_run(folder: Path, config: Mapping[str, Any], *, free: Collection[str] =
     run = Run(folder)
     if run.exists:
         require_same(run, config, free=free)
-        _drop_half_a_line(folder / METRICS)
+        _drop_half_a_line(folder / MEASUREMENTS)
         return run
-    (folder / METRICS).unlink(missing_ok=True)
+    (folder / MEASUREMENTS).unlink(missing_ok=True)
     _write_json(folder / ENVIRONMENT, environment())
     _write_json(folder / CONFIG, config)  # last, because with it the run exists
     return run
@@ -116,7 +116,7 @@ def amend(run: Run, **changes: Any) -> None:
 
 def replace_records(run: Run, records: Iterable[Mapping[str, Any]]) -> None:
     """Replaces all measurements of the run, by those of the checkpoint from which it continues."""
-    path, lines = run.folder / METRICS, _lines(records)
+    path, lines = run.folder / MEASUREMENTS, _lines(records)
     if not path.exists() or path.read_bytes() != lines:
         files.replace(path, lines)
 

@@ -14,7 +14,7 @@ from ..compact import StoredRun
 from ..histories import History, read_history
 from ..options import option_words
 from ..plugins import Plugin, is_built_in
-from ..runs import CONFIG, METRICS, Run
+from ..runs import CONFIG, MEASUREMENTS, Run
 from ..settings import LARGEST, MOST, is_step_size, settings_of
 from ..studies.study import Config, Records, Study, read
 from ..studies.table import STUDIES
@@ -163,15 +163,15 @@ def _read_history(run: Run) -> History:
     try:
         history = read_history(run)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        detail = str(error).removeprefix(f"{run.folder / METRICS}, ").replace("\n", " ")
-        raise ValueError(f"{METRICS} is not readable ({type(error).__name__}: {detail})") from None
+        detail = str(error).removeprefix(f"{run.folder / MEASUREMENTS}, ").replace("\n", " ")
+        raise ValueError(f"{MEASUREMENTS} is not readable ({type(error).__name__}: {detail})") from None
     if history is None:
         raise ValueError("nothing measured yet")
     if any(abs(value) > LARGEST for values in (history.seconds, *history.values.values()) for value in values):
-        raise ValueError(f"{METRICS} has numbers beyond {LARGEST:g}")
+        raise ValueError(f"{MEASUREMENTS} has numbers beyond {LARGEST:g}")
     times = [seconds for seconds in history.seconds if not math.isnan(seconds)]
     if times[0] != 0 or any(after <= before for before, after in pairwise(times)):
-        raise ValueError(f"the seconds in {METRICS} do not grow from 0, epoch by epoch")
+        raise ValueError(f"the seconds in {MEASUREMENTS} do not grow from 0, epoch by epoch")
     return history
 
 

@@ -23,7 +23,7 @@ from .reading import StudyRun
 from .tables import final_table, settings_table
 
 PAGE = "report.html"
-Row = Mapping[str, Any]
+CsvRow = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def _write_numbers(collection: Collection, out: Path) -> list[Path]:
 
     Another study has one run, with its file in the run's folder.
     """
-    tables: dict[str, list[Row]] = {
+    tables: dict[str, list[CsvRow]] = {
         "report": [row for experiment in collection.experiments for row in _training_rows(experiment)],
         "seconds": [row for experiment in collection.experiments for row in _per_second_rows(experiment)],
     }
@@ -157,7 +157,7 @@ def _write_numbers(collection: Collection, out: Path) -> list[Path]:
     return paths
 
 
-def _training_rows(experiment: Experiment) -> Iterator[Row]:
+def _training_rows(experiment: Experiment) -> Iterator[CsvRow]:
     """Means over seeds and their standard errors (_se), for every setting and epoch."""
     for series in experiment.series:
         common = {"chosen": int(experiment.chosen[series.label] is series), **_setting(series)}
@@ -169,7 +169,7 @@ def _training_rows(experiment: Experiment) -> Iterator[Row]:
             yield row
 
 
-def _per_second_rows(experiment: Experiment) -> Iterator[Row]:
+def _per_second_rows(experiment: Experiment) -> Iterator[CsvRow]:
     """Every optimizer beside Adam, by measured seconds."""
     for one in comparisons(experiment):
         row = {**_conditions(experiment), "against": baseline_of(experiment)}
@@ -179,11 +179,11 @@ def _per_second_rows(experiment: Experiment) -> Iterator[Row]:
         yield {**row, "time_verdict": one.time_verdict, "area_verdict": one.area_verdict}
 
 
-def _setting(series: Series) -> Row:
+def _setting(series: Series) -> CsvRow:
     return {name: getattr(series, name) for name in ("optimizer", "options", "lr", "beta1", "beta2")}
 
 
-def _conditions(experiment: Experiment) -> Row:
+def _conditions(experiment: Experiment) -> CsvRow:
     return {
         "place": experiment.folder,
         "task": experiment.task,

@@ -45,7 +45,7 @@ _MNIST = TASKS["mnist-mlp"]
 
 
 @dataclass(frozen=True)
-class ImageTask:
+class TaskImages:
     """The images of one task."""
 
     train: Images
@@ -178,7 +178,7 @@ def mean_size(values: Any) -> float:
     return float(torch.cat([value.flatten() for value in values]).abs().mean())
 
 
-def tasks_of(benchmark: str, seed: int, config: Config, data: Path | None) -> list[ImageTask]:
+def tasks_of(benchmark: str, seed: int, config: Config, data: Path | None) -> list[TaskImages]:
     """The five tasks of this seed, which has its own training images and its own orders of pixels."""
     training, test = images_of(_MNIST, data)
     row, count, measured = BENCHMARKS[benchmark], config["train"], config["measured"]
@@ -188,7 +188,7 @@ def tasks_of(benchmark: str, seed: int, config: Config, data: Path | None) -> li
         chosen = order[row.belongs(training[1][order], number)]
         tested = row.belongs(test[1], number).nonzero().flatten()[:measured]
         pieces = (training, chosen[:-measured][:count]), (training, chosen[-measured:]), (test, tested)
-        tasks.append(ImageTask(*(row.shown(_prepared(x[rows], y[rows]), number, seed) for (x, y), rows in pieces)))
+        tasks.append(TaskImages(*(row.shown(_prepared(x[rows], y[rows]), number, seed) for (x, y), rows in pieces)))
     return tasks
 
 

@@ -22,7 +22,7 @@ from ..tasks import cost_networks
 from ..wording import Table, counted
 from . import cost_steps
 from .cost_steps import HARDEST, UNIT, Method
-from .cost_timing import WAYS, Watch, measure_memory, measure_time
+from .cost_timing import WAYS, DisturbanceMeter, measure_memory, measure_time
 from .study import Cell, Config, Record, Records, Study, by, has, is_size, is_word
 
 PARTS = {
@@ -62,7 +62,7 @@ def config_of(
     }
 
 
-def _cells_by_key(config: Config) -> dict[Cell, cost_networks.Cell]:
+def _cells_by_key(config: Config) -> dict[Cell, cost_networks.Workload]:
     every = cost_networks.COMPILED if config["compiled"] else (*cost_networks.CELLS, *cost_networks.WEIGHED)
     chosen = [c for c in every if (c.quick or not config["quick"]) and any(PARTS[part](c) for part in config["asked"])]
     chosen.sort(key=lambda cell: not cell.headline)
@@ -81,12 +81,12 @@ def measure(cell: Cell, config: Config, *, data: Path | None, folder: Path) -> I
     methods = [method for method in table if method.name in config["optimizers"]]
     if chosen.panel == "memory":
         return measure_memory(chosen, methods)
-    return measure_time(chosen, methods, rounds=config["rounds"], watch=_watch())
+    return measure_time(chosen, methods, rounds=config["rounds"], meter=_meter())
 
 
 @functools.cache
-def _watch() -> Watch:
-    return Watch()
+def _meter() -> DisturbanceMeter:
+    return DisturbanceMeter()
 
 
 def calmness(records: Iterable[Record]) -> str:

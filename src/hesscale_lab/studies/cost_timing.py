@@ -30,7 +30,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from hesscale.fast.workspace import release
 
-from ..tasks.cost_networks import Cell
+from ..tasks.cost_networks import Workload
 from .cost_steps import HARDEST, UNIT, Method, Step, known_warnings
 from .study import Record
 
@@ -65,8 +65,8 @@ class Clocks:
 
 
 @final
-class Watch:
-    """Tells calm rounds from disturbed ones. It learns what is usual, so one watch serves a whole run."""
+class DisturbanceMeter:
+    """Tells calm rounds from disturbed ones. It learns what is usual, so one meter serves a whole run."""
 
     def __init__(self, clocks: Clocks | None = None) -> None:
         self._clocks = Clocks() if clocks is None else clocks
@@ -116,7 +116,7 @@ class Rounds:
     disturbed: int  # disturbed rounds that were kept, because there were too many
 
 
-def interleaved(pieces: Mapping[str, Piece], *, rounds: int, watch: Watch) -> Rounds:
+def interleaved(pieces: Mapping[str, Piece], *, rounds: int, meter: DisturbanceMeter) -> Rounds:
     """The times of ``rounds`` calm rounds. Each runs every piece, and begins with another piece than the last.
 
     At most ``rounds`` disturbed rounds are repeated; after that the least disturbed are kept.
@@ -127,7 +127,7 @@ def interleaved(pieces: Mapping[str, Piece], *, rounds: int, watch: Watch) -> Ro
         while len(calm) < rounds and len(calm) + len(noisy) < 2 * rounds:
             times: dict[str, Times] = {}
             turn = (len(calm) + len(noisy)) % len(pieces)
-            disturbance = watch.disturbance(functools.partial(_run, pieces, turn, times))
+            disturbance = meter.disturbance(functools.partial(_run, pieces, turn, times))
             if disturbance <= 1:
                 calm.append(times)
             else:
@@ -154,7 +154,7 @@ def _settled() -> Iterator[None]:
         gc.unfreeze()
 
 
-def measure_time(cell: Cell, methods: Sequence[Method], *, rounds: int, watch: Watch) -> list[Record]:
+def measure_time(cell: Workload, methods: Sequence[Method], *, rounds: int, meter: DisturbanceMeter) -> list[Record]:
     """One record per method that fits the cell."""
     problem = cell.problem()
     fitting = [method for method in methods if method.fits(problem)]
@@ -163,13 +163,13 @@ def measure_time(cell: Cell, methods: Sequence[Method], *, rounds: int, watch: W
     units = [method for method in optimizers if method.name in (UNIT, HARDEST)]
     common = {"kind": "time", "panel": cell.panel, "cell": cell.name, "title": cell.title, "batch": cell.batch}
     common |= {"parameters": problem.parameters, "headline": cell.headline}
-    records = _measure_some(cell, optimizers, rounds=rounds, watch=watch)
+    records = _measure_some(cell, optimizers, rounds=rounds, meter=meter)
     if exact:
-        records += _measure_some(cell, [*units, *exact], rounds=min(rounds, _EXACT_ROUNDS), watch=watch)[len(units) :]
+        records += _measure_some(cell, [*units, *exact], rounds=min(rounds, _EXACT_ROUNDS), meter=meter)[len(units) :]
     return [{**common, **record} for record in records]
 
 
-def _measure_some(cell: Cell, methods: Sequence[Method], *, rounds: int, watch: Watch) -> list[Record]:
+def _measure_some(cell: Workload, methods: Sequence[Method], *, rounds: int, meter: DisturbanceMeter) -> list[Record]:
     with known_warnings():
         steps = {method.name: method.step(cell.problem()) for method in methods}
         for method in methods:
@@ -182,7 +182,7 @@ def _measure_some(cell: Cell, methods: Sequence[Method], *, rounds: int, watch: 
         # whole periods, so that every piece has the same share of cheap steps
         counts = {method.name: method.period * math.ceil(count / method.period) for method in methods}
         pieces = {name: functools.partial(timed, step, counts[name], warm=warm) for name, step in steps.items()}
-        measured = interleaved(pieces, rounds=rounds, watch=watch)
+        measured = interleaved(pieces, rounds=rounds, meter=meter)
     return [
         {
             "optimizer": method.name,
@@ -230,7 +230,7 @@ def _summary(measured: Rounds, name: str) -> dict[str, Any]:
     return record
 
 
-def measure_memory(cell: Cell, methods: Iterable[Method]) -> list[Record]:
+def measure_memory(cell: Workload, methods: Iterable[Method]) -> list[Record]:
     """One record per method that fits the cell."""
     problem = cell.problem()
     fitting = [method for method in methods if not method.exact and method.fits(problem)]
@@ -244,7 +244,7 @@ def measure_memory(cell: Cell, methods: Iterable[Method]) -> list[Record]:
     ]
 
 
-def peak_of_step(cell: Cell, method: Method) -> tuple[int, int]:
+def peak_of_step(cell: Workload, method: Method) -> tuple[int, int]:
     """Bytes at the peak of a step, and between steps."""
 
     def run() -> None:

@@ -22,7 +22,7 @@ import hesscale
 from hesscale.columns.dial import Rank
 
 from ..figures import Color, Plot, label_log, tidy, verbatim
-from ..tasks.networks import BATCH, Data
+from ..tasks.networks import BATCH, Draw
 from ..wording import Table
 from . import stacked_mlp as stacked
 from .study import REFERENCE, STAGES, Config, Record, Records, by, is_size
@@ -66,7 +66,7 @@ def cells_of(records: Records) -> dict[tuple[str, int], list[Record]]:
     return {key: cell for key, cell in cells.items() if any(record["method"] == REFERENCE for record in cell)}
 
 
-def measure(model: nn.Module, data: Data, *, stage: str, rounds: int, seed: int) -> Iterator[Record]:
+def measure(model: nn.Module, data: Draw, *, stage: str, rounds: int, seed: int) -> Iterator[Record]:
     """The records of a model, for every batch size."""
     for batch in BATCH_SIZES:
         generator = torch.Generator().manual_seed(seed)
@@ -75,7 +75,7 @@ def measure(model: nn.Module, data: Data, *, stage: str, rounds: int, seed: int)
 
 
 def _of_batch_size(
-    model: nn.Module, data: Data, *, batch: int, rounds: int, generator: torch.Generator
+    model: nn.Module, data: Draw, *, batch: int, rounds: int, generator: torch.Generator
 ) -> Iterator[Record]:
     """One record per method: the time of an estimate, the samples in it, its mean L1 error over some batches."""
     seconds = _timed(model, data(batch, generator), rounds, generator)
@@ -131,7 +131,7 @@ def _timed(
 
 
 def _errors(
-    model: nn.Module, data: Data, batch: int, rows: Sequence[tuple[str, int]], generator: torch.Generator
+    model: nn.Module, data: Draw, batch: int, rows: Sequence[tuple[str, int]], generator: torch.Generator
 ) -> dict[tuple[str, int], float]:
     """Mean L1 errors over batches, of each row, of the exact Gauss-Newton diagonal and of zero."""
     errors: dict[tuple[str, int], list[float]] = {key: [] for key in (*rows, *((label, 0) for label in BOUNDS))}

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ..figures import Plot
-from ..runs import METRICS, Run
+from ..runs import MEASUREMENTS, Run
 from ..wording import Table
 
 Config = Mapping[str, Any]
@@ -67,7 +67,7 @@ class Reading:
 
 def read(run: Run, checks: Mapping[str, Check]) -> Reading:
     """The records that pass their check, line by line; a last line without its end is still being written."""
-    path = run.folder / METRICS
+    path = run.folder / MEASUREMENTS
     *lines, _ = path.read_bytes().split(b"\n") if path.exists() else (b"",)
     parsed = [_parsed(line, checks) for line in lines]
     left_out = tuple(f"line {number} of {path}: not readable" for number, one in enumerate(parsed, 1) if one is None)

@@ -1,4 +1,4 @@
-"""The networks whose steps are measured, as a table of cells: a network and a batch size each.
+"""The networks whose steps are measured, as tables of workloads: a network and a batch size each.
 
 The two panels of the paper's figure 2, as its text has them: one hidden layer with more and more outputs, and more and
 more hidden layers. The authors' code differs: a squared error, batch 1, no biases, and in the first panel 256 linear
@@ -49,8 +49,8 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Cell:
-    """One row of a table."""
+class Workload:
+    """A network and a batch size whose step is measured."""
 
     panel: str  # outputs, layers or networks
     title: str
@@ -147,9 +147,9 @@ def sentences(count: int, length: int = 128) -> Tensor:
     return torch.randint(1000, (count, length))
 
 
-def _tanh_cell(panel: str, layers: int, outputs: int, batch: int) -> Cell:
+def _tanh_cell(panel: str, layers: int, outputs: int, batch: int) -> Workload:
     headline = panel == "layers" and layers in HEADLINE
-    return Cell(
+    return Workload(
         panel,
         f"{outputs} outputs" if panel == "outputs" else f"{layers} layer{'s' if layers > 1 else ''}",
         batch,
@@ -161,10 +161,10 @@ def _tanh_cell(panel: str, layers: int, outputs: int, batch: int) -> Cell:
     )
 
 
-_3C3D = Cell("networks", "3C3D", 128, three_conv_three_dense, images, 10, quick=True)
-_TRANSFORMER = Cell("networks", "transformer", 8, transformer, sentences, 10)
+_3C3D = Workload("networks", "3C3D", 128, three_conv_three_dense, images, 10, quick=True)
+_TRANSFORMER = Workload("networks", "transformer", 8, transformer, sentences, 10)
 
-CELLS: tuple[Cell, ...] = (
+CELLS: tuple[Workload, ...] = (
     *(_tanh_cell("layers", layers, 100, batch) for layers in LAYERS for batch in BATCHES),
     *(_tanh_cell("outputs", 1, outputs, batch) for outputs in OUTPUTS for batch in BATCHES),
     _3C3D,
@@ -172,20 +172,20 @@ CELLS: tuple[Cell, ...] = (
 )
 """The cells that are timed."""
 
-WEIGHED: tuple[Cell, ...] = (
-    Cell("memory", "MLP, 4 × 512 tanh", 128, functools.partial(tanh_network, 4, 100), vectors, 100, quick=True),
-    Cell("memory", "3C3D", 128, three_conv_three_dense, images, 10, quick=True),
-    Cell("memory", "ResNet-18", 16, functools.partial(residual_network, 64, 2), images, 10),
-    Cell("memory", "transformer", 8, transformer, sentences, 10),
+WEIGHED: tuple[Workload, ...] = (
+    Workload("memory", "MLP, 4 × 512 tanh", 128, functools.partial(tanh_network, 4, 100), vectors, 100, quick=True),
+    Workload("memory", "3C3D", 128, three_conv_three_dense, images, 10, quick=True),
+    Workload("memory", "ResNet-18", 16, functools.partial(residual_network, 64, 2), images, 10),
+    Workload("memory", "transformer", 8, transformer, sentences, 10),
 )
 """The cells whose peak of memory is measured."""
 
 _SHORT = functools.partial(sentences, length=32), functools.partial(sentences, length=16)
 
-COMPILED: tuple[Cell, ...] = (
+COMPILED: tuple[Workload, ...] = (
     *(cell for cell in CELLS if cell.headline),
-    Cell("networks", "transformer, 2 × 128", 8, functools.partial(transformer, 128, 2), _SHORT[0], 10, quick=True),
-    Cell("networks", "ResNet type", 16, functools.partial(residual_network, 16, 1), images, 10),
-    Cell("networks", "LSTM, 96 × 16 tokens", 16, recurrent_network, _SHORT[1], 10),
+    Workload("networks", "transformer, 2 × 128", 8, functools.partial(transformer, 128, 2), _SHORT[0], 10, quick=True),
+    Workload("networks", "ResNet type", 16, functools.partial(residual_network, 16, 1), images, 10),
+    Workload("networks", "LSTM, 96 × 16 tokens", 16, recurrent_network, _SHORT[1], 10),
 )
 """The cells where compiled passes are compared with eager ones: the headline, and networks that compile quickly."""

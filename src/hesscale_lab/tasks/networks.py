@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from .archives import read_mnist
 
-Data = Callable[[int, torch.Generator], tuple[Tensor, Tensor]]
+Draw = Callable[[int, torch.Generator], tuple[Tensor, Tensor]]
 """From a count and a generator to ``count`` examples."""
 
 BATCH, STEP_SIZE = 32, 1e-3
@@ -63,7 +63,7 @@ class Network:
     make: Callable[[], nn.Module]
     full: Size
     quick: Size
-    data: Data | None = None  # None: MNIST, read from a folder
+    data: Draw | None = None  # None: MNIST, read from a folder
 
 
 def mlp(*widths: int, activation: type[nn.Module]) -> nn.Sequential:
@@ -146,7 +146,7 @@ def seeded(make: Callable[[], nn.Module], seed: int) -> nn.Module:
 
 
 @functools.lru_cache(maxsize=1)
-def sources(network: Network, folder: Path | None) -> tuple[Data, Data]:
+def sources(network: Network, folder: Path | None) -> tuple[Draw, Draw]:
     """The training examples, and those that are measured."""
     if network.data is not None:
         return network.data, network.data
@@ -155,7 +155,7 @@ def sources(network: Network, folder: Path | None) -> tuple[Data, Data]:
     return _mnist(folder, train=True), _mnist(folder, train=False)
 
 
-def _mnist(folder: Path, *, train: bool) -> Data:
+def _mnist(folder: Path, *, train: bool) -> Draw:
     """Draws flattened images in [−1, 1], [N, 784] in float64, and their labels."""
     images, y = read_mnist(folder, train=train)
     x = images.flatten(1).double().div_(127.5).sub_(1)
@@ -167,7 +167,7 @@ def _mnist(folder: Path, *, train: bool) -> Data:
     return draw
 
 
-def train(model: nn.Module, data: Data, *, updates: int, generator: torch.Generator) -> None:
+def train(model: nn.Module, data: Draw, *, updates: int, generator: torch.Generator) -> None:
     """Trains the model in place."""
     if not updates:
         return

@@ -15,16 +15,16 @@ from torch.profiler import record_function
 
 from hesscale_lab.cli import study
 from hesscale_lab.studies import cost, cost_steps, cost_timing
-from hesscale_lab.studies.cost_timing import Clocks, Watch, interleaved
+from hesscale_lab.studies.cost_timing import Clocks, DisturbanceMeter, interleaved
 from hesscale_lab.tasks import cost_networks
-from hesscale_lab.tasks.cost_networks import Cell, Problem
+from hesscale_lab.tasks.cost_networks import Problem, Workload
 
 from ..command import lab
 
 
-def cell(panel: str, layers: int, batch: int = 1, **more: bool) -> Cell:
+def cell(panel: str, layers: int, batch: int = 1, **more: bool) -> Workload:
     make = functools.partial(cost_networks.mlp, 3, *[4] * layers, 2, activation=torch.nn.Tanh)
-    return Cell(panel, f"{layers} {panel}", batch, make, lambda count: torch.randn(count, 3), 2, quick=True, **more)
+    return Workload(panel, f"{layers} {panel}", batch, make, lambda count: torch.randn(count, 3), 2, quick=True, **more)
 
 
 TINY = (cell("layers", 2), cell("layers", 1, headline=True), cell("outputs", 1), cell("networks", 1))
@@ -72,7 +72,7 @@ def test_parts_and_interrupts_go_on_where_they_stopped(tmp_path: Path, monkeypat
     monkeypatch.setattr(study, "draw", lambda run, row, records: None)
     measure, asked = cost.measure_time, []
 
-    def interrupted(cell: Cell, *more: object, **options: object) -> object:
+    def interrupted(cell: Workload, *more: object, **options: object) -> object:
         asked.append(cell.name)
         if len(asked) == 3:
             raise KeyboardInterrupt
@@ -138,8 +138,8 @@ class Machine:
         self.wall += seconds + waiting
         self.busy += seconds
 
-    def watch(self) -> Watch:
-        return Watch(Clocks(lambda: self.wall, lambda: self.busy, lambda: self.spend(1e-3 * self.slowdown)))
+    def meter(self) -> DisturbanceMeter:
+        return DisturbanceMeter(Clocks(lambda: self.wall, lambda: self.busy, lambda: self.spend(1e-3 * self.slowdown)))
 
 
 def _waiting(machine: Machine) -> Iterator[float]:
@@ -163,7 +163,7 @@ def _slowing(machine: Machine) -> Iterator[float]:
 def test_disturbed_rounds_are_repeated(history: Callable[[Machine], Iterator[float]]) -> None:
     machine = Machine()
     seconds = history(machine)
-    found = interleaved({"piece": lambda: (next(seconds),)}, rounds=3, watch=machine.watch())
+    found = interleaved({"piece": lambda: (next(seconds),)}, rounds=3, meter=machine.meter())
     assert found.times == ({"piece": (1.0,)},) * 3
     assert (found.repeated, found.disturbed) == (2, 0)
 
@@ -177,7 +177,7 @@ def test_where_no_round_is_calm_the_least_disturbed_are_kept() -> None:
         machine.spend(1.0, waiting=wait)
         return (wait,)
 
-    found = interleaved({"piece": piece}, rounds=2, watch=machine.watch())
+    found = interleaved({"piece": piece}, rounds=2, meter=machine.meter())
     assert [times["piece"] for times in found.times] == [(0.1,), (0.2,)]
     assert (found.repeated, found.disturbed) == (2, 2)
 
@@ -190,7 +190,7 @@ def test_rounds_run_every_piece_and_begin_with_another_each_time() -> None:
         machine.spend(1.0)
         return (1.0,)
 
-    interleaved({name: functools.partial(piece, name) for name in "abc"}, rounds=3, watch=machine.watch())
+    interleaved({name: functools.partial(piece, name) for name in "abc"}, rounds=3, meter=machine.meter())
     assert "".join(order) == "abcbcacab"
 
 

@@ -17,7 +17,7 @@ from hesscale_lab.studies.quality import authors_seeds
 from hesscale_lab.studies.study import read
 from hesscale_lab.studies.table import STUDIES, WITH_OPTIONS
 from hesscale_lab.tasks import cost_networks
-from hesscale_lab.tasks.cost_networks import Cell
+from hesscale_lab.tasks.cost_networks import Workload
 from hesscale_lab.wording import csv_text
 
 from ..command import lab
@@ -51,13 +51,9 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     tiny = {"train": 40, "epochs": 1, "curvature": 20, "test": 40, "removed": 6, "steps": 1, "sparsities": (0.5, 0.9)}
     subjects = {name: dataclasses.replace(row, **tiny) for name, row in pruning.SUBJECTS.items()}
     monkeypatch.setattr(pruning, "SUBJECTS", subjects)
-    cells = [
-        Cell(
-            "layers", f"{n} layers", 1, lambda: torch.nn.Linear(3, 2), lambda count: torch.ones(count, 3), 2, True, True
-        )
-        for n in (1, 2)
-    ]
-    monkeypatch.setattr(cost_networks, "CELLS", cells)
+    make, inputs = (lambda: torch.nn.Linear(3, 2)), (lambda count: torch.ones(count, 3))
+    workload = Workload("layers", "1 layer", 1, make, inputs, classes=2, quick=True, headline=True)
+    monkeypatch.setattr(cost_networks, "CELLS", (workload,))
     monkeypatch.setattr(cost_timing, "_PIECE", 1e-9)
     applications.images_of.cache_clear()
     return tmp_path
