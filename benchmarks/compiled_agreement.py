@@ -1,8 +1,9 @@
-"""Whether passes that Inductor compiled give the numbers of eager ones: every rule's cases, and models of Hugging Face.
+"""Whether passes through compiled regions give the numbers of eager ones: every rule's cases, and Hugging Face's models.
 
 Writes one line of JSON for each case and precision as soon as it is known, goes on where it was interrupted, and ends
-with the table of docs/compile.md. Cases of rules are compiled several at a time, as one sum of their losses; a group
-that fails, and a case that does not agree in it, is compiled again alone. Rules and models take an hour each.
+with the table of docs/compile.md. Models are compiled as they are, the others with their loss. Cases of rules are
+compiled several at a time, as one sum of their losses; a group that fails, and a case that does not agree in it, is
+compiled again alone. Rules and models take an hour each.
 
 $ python -m benchmarks.compiled_agreement rules --out runs/agreement.jsonl
 $ python -m benchmarks.compiled_agreement ranks --out runs/agreement.jsonl
@@ -35,9 +36,9 @@ from torch.utils._pytree import tree_map
 
 import hesscale
 from hesscale.columns.dial import Rank
-from hesscale.compiled.backend import without_mkldnn
+from hesscale.compiled.torch_compiler import without_mkldnn
 from tests.compiled.networks import loss_of_case
-from tests.compiled.test_tracing import ONE_PER_RULE
+from tests.compiled.test_rules import ONE_PER_RULE
 from tests.rules.case import Case
 from tests.rules.cases import CASES
 
@@ -45,7 +46,6 @@ T = TypeVar("T")
 
 LIMITS: Mapping[str, float] = {"float32": 1e-5, "float64": 1e-12}
 SINGLE = {torch.float64: torch.float32, torch.complex128: torch.complex64}
-OPTIONS: Mapping[str, Any] = {"fallback_random": True}  # random numbers of the eager pass, so that they can be compared
 
 MODELS = ("gpt2", "llama", "llama4", "mamba", "bert", "deberta", "t5", "bart", "vit", "swin", "resnet", "convnext")
 MODELS += ("wav2vec2",)
@@ -90,6 +90,17 @@ class Problem:
     model: nn.Module
     batch: Mapping[str, Any]
     rank: Rank = 0
+    whole: bool = True  # the loss is compiled, not the model
+
+    def compiled(self, backend: str) -> Callable[..., Tensor]:
+        """The loss as users compile it; Inductor draws the random numbers of the eager pass."""
+        torch._dynamo.reset()
+        options = {"backend": backend} | ({"fallback_random": True} if backend == "inductor" else {})
+        if self.whole:
+            run: Callable[..., Tensor] = torch.compile(self.loss_fn, backend="hesscale", options=options)
+            return run
+        self.model.compile(backend="hesscale", options=options)
+        return self.loss_fn
 
     def in_single(self) -> Problem:
         """The same with half the digits."""
@@ -155,7 +166,7 @@ def of_model(name: str, *, as_it_comes: bool = False) -> Problem:
             loss: Tensor = model(**batch).loss
             return loss
 
-    return Problem(name, loss_fn, model.double().eval(), batch)
+    return Problem(name, loss_fn, model.double().eval(), batch, whole=False)
 
 
 def of_rank(network: str, rank: Rank) -> Problem:
@@ -223,12 +234,9 @@ Results = Mapping[str, Tensor | None]
 def _both(problem: Problem, backend: str) -> tuple[Results, Results, float]:
     """What the eager pass gives, what the compiled one does, and the seconds it took to compile."""
     eager, ours = _eager(problem.fresh()), problem.fresh()
-    step = hesscale.compile(ours.loss_fn, ours.model, rank=ours.rank, backend=backend, options=OPTIONS)
-    torch.manual_seed(1)
     begin = time.monotonic()
-    with nullcontext() if backend == "inductor" else without_mkldnn():  # whose kernels round otherwise
-        step(**ours.batch)
-    return eager, ours.results(), time.monotonic() - begin
+    with nullcontext() if backend == "inductor" else without_mkldnn():
+        return eager, _results(ours, ours.compiled(backend)), time.monotonic() - begin
 
 
 def _row(
@@ -246,9 +254,13 @@ def _row(
 
 
 def _eager(problem: Problem) -> Results:
+    with without_mkldnn():  # whose kernels round otherwise
+        return _results(problem, problem.loss_fn)
+
+
+def _results(problem: Problem, loss_fn: Callable[..., Tensor]) -> Results:
     torch.manual_seed(1)
-    with without_mkldnn():
-        hesscale.backward(problem.loss_fn(problem.model, **problem.batch), rank=problem.rank)
+    hesscale.backward(loss_fn(problem.model, **problem.batch), rank=problem.rank)
     return problem.results()
 
 
@@ -338,7 +350,7 @@ def main() -> None:
         pairs = [(name, rank) for name in NETWORKS for rank in RANKS]
         problems = {f"{name}, rank={rank}": partial(of_rank, name, rank) for name, rank in pairs}
     elif chosen.what == "models":
-        as_it_comes = chosen.backend != "inductor"  # bit for bit, whatever its dtypes are
+        as_it_comes = False  # bit for bit, whatever its dtypes are
         problems = {name: lambda name=name: of_model(name, as_it_comes=as_it_comes) for name in MODELS}
     if chosen.only:
         problems = {name: problems[name] for name in chosen.only}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from hesscale_lab.tasks import cost_networks as lab
 from hesscale_lab.tasks.cost_networks import Problem, Reader, residual_network
 
-__all__ = ["NETWORKS", "Problem", "Reader", "residual_network"]
+__all__ = ["NETWORKS", "RECURRENT", "Problem", "Reader", "recurrent_losses", "residual_network"]
 
 
 def _problem(network: nn.Module, inputs: Tensor, classes: int) -> Problem:
@@ -56,3 +57,23 @@ NETWORKS: dict[str, Callable[[], Problem]] = {
     "transformer": transformer,
     "lstm": lstm,
 }
+
+RECURRENT: dict[str, tuple[type[nn.RNNBase], Callable[..., Any]]] = {
+    "LSTM": (nn.LSTM, torch.lstm_cell),
+    "GRU": (nn.GRU, torch.gru_cell),
+    "RNN": (nn.RNN, torch.rnn_tanh_cell),
+}
+"""A kind of layer, and one step of it."""
+
+
+def recurrent_losses(kind: str, width: int, steps: int, batch: int = 16) -> tuple[Tensor, Tensor]:
+    """The loss of a layer as torch has it, and that of the same cells written out in a loop."""
+    module, cell = RECURRENT[kind]
+    layer, x = module(width, width), torch.randn(steps, batch, width)
+    state: Any = torch.zeros(batch, width)
+    state = (state, state) if module is nn.LSTM else state
+    outputs = []
+    for step in x.unbind(0):
+        state = cell(step, state, *layer.all_weights[0])
+        outputs.append(state[0] if module is nn.LSTM else state)
+    return layer(x)[0].square().mean(), torch.stack(outputs).square().mean()

@@ -1,4 +1,4 @@
-"""One training step of AdaHesScale over one of Adam, for networks of the sizes people train.
+"""A training step of AdaHesScale over one of Adam, for networks of the sizes people train, and recurrent layers alone.
 
 $ pytest benchmarks/test_networks.py --benchmark-columns=median,rounds
 
@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from networks import NETWORKS
+from networks import NETWORKS, RECURRENT, recurrent_losses
 from ratios import ratio
 
+import hesscale
 from hesscale_lab.processes import threads
 from hesscale_lab.studies.cost_steps import METHODS, UNIT, known_warnings
 
@@ -40,3 +41,25 @@ def test_step(optimizer: str, network: str, benchmark: Any) -> None:
     ours, unit = (_METHODS[name].step(NETWORKS[network]()) for name in (optimizer, UNIT))
     found = ratio(benchmark, ours, unit, rounds=5)
     assert found is None or found <= LIMITS[network]
+
+
+RECURRENT_LIMITS = {"LSTM": (14.0, 3.5), "GRU": (9.0, 9.0), "RNN": (9.0, 9.0)}
+"""Of a pass over the plain backward of the same layer, and over that of its cells written out, at 128 units."""
+
+
+@pytest.mark.parametrize("unit", ["layer", "cells"])
+@pytest.mark.parametrize("steps", [16, 64, 256])
+@pytest.mark.parametrize("width", [16, 128])
+@pytest.mark.parametrize("kind", RECURRENT)
+def test_pass_over_a_recurrent_layer(kind: str, width: int, steps: int, unit: str, benchmark: Any) -> None:
+    """``hesscale.backward`` alone, batch 16; torch fuses LSTMs on a CPU, while GRUs and RNNs are single steps there."""
+    torch.manual_seed(0)
+    fused, cells = recurrent_losses(kind, width, steps)
+    plain = fused if unit == "layer" else cells
+    found = ratio(
+        benchmark,
+        lambda: hesscale.backward(fused, retain_graph=True),
+        lambda: plain.backward(retain_graph=True),
+        rounds=7,
+    )
+    assert found is None or width < 128 or found <= RECURRENT_LIMITS[kind][unit == "cells"]

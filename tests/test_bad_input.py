@@ -116,7 +116,7 @@ BAD_LOSSES: dict[str, tuple[Callable[[Tensor], Any], type[Exception], str]] = {
         MISSING,
         r"for: ForeignBackward \(x1\), UnknownBackward \(x2\)\.",
     ),
-    "compiled region": (compiled, MISSING, r"CompiledFunctionBackward.*_orig_mod"),
+    "compiled region": (compiled, MISSING, r"CompiledFunctionBackward.*force_eager"),
     "no graph": (lambda w: ZERO, RuntimeError, "does not require grad"),
     "detached": (lambda w: bowl(w).detach(), RuntimeError, "detached"),
     "freed graph": (used_up, RuntimeError, "freed by an earlier backward.*retain_graph=True"),

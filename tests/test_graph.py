@@ -11,15 +11,18 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint as checkpoints
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import hesscale
-from hesscale import graph, plan, traced
+from hesscale import graph, plan, recomputing, traced
 from hesscale.fast import workspace
 
 LIBRARY = Path(graph.__file__).parent
-DOORS = {LIBRARY / name for name in ("graph.py", "traced.py", "fsdp.py", "compiled/backend.py")}
+DOORS = {
+    LIBRARY / name for name in ("graph.py", "recomputing.py", "traced.py", "fsdp.py", "compiled/torch_compiler.py")
+}
 
 PRIVATE = re.compile(
     r"\btorch\._(?!foreach_|inductor)\w+|\b_(?:cdata|forward_cls|raw_saved_|execution_engine|fsdp_\w+)\b"
@@ -52,8 +55,9 @@ def passes(*, checkpoints: bool = True) -> list[Tensor]:
 
 
 OPTIONAL: dict[str, tuple[Any, str, Any]] = {
-    "reading the group of a recomputation": (graph, "_get_group", None),
-    "setting it": (graph, "_set_group", None),
+    "reading the group of a recomputation": (recomputing, "_get_group", None),
+    "setting it": (recomputing, "_set_group", None),
+    "looking at saved tensors": (graph, "saved_names", lambda kind: ()),
     "knowing transforms": (graph, "_is_wrapped", None),
     "knowing that it is traced": (traced, "_get_mode", None),
     "counting users of memory": (workspace, "storage_users", None),
@@ -69,9 +73,10 @@ def test_a_pass_does_without(gone: tuple[Any, str, Any], monkeypatch: pytest.Mon
     assert all(map(torch.equal, passes(), expected))
 
 
-def test_saved_tensors_are_looked_at_before_for_checkpoints_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoints_alone_are_lost_where_torch_forgets(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = passes(checkpoints=False)
-    monkeypatch.setattr(graph, "saved_names", lambda kind: ())
+    monkeypatch.delattr(checkpoints._Holder, "handles")
+    monkeypatch.setattr(recomputing, "_teach_checkpoints", lambda: None)
     assert all(map(torch.equal, passes(checkpoints=False), expected))
     with pytest.raises(RuntimeError, match="already unpacked once"):
         passes()

@@ -13,6 +13,7 @@ RULES = LIBRARY / "rules"
 LAYERS = (
     "errors",
     "traced",
+    "recomputing",
     "graph",
     "fsdp",
     "fast",

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 import hesscale
 from hesscale.graph import graph_of
 from hesscale.regions import find_regions
-from hesscale.rules import RULES
+from hesscale.rules import RULES, calculus
 from hesscale.testing import exact_diagonal
 from hesscale.wiring import wire
 
@@ -62,6 +63,14 @@ FOUND: dict[str, tuple[Callable[[Tensor], Tensor], list[list[str]]]] = {
         lambda x: (lambda y: y * torch.tanh(y))(x * x),
         [["MulBackward0", "TanhBackward0"], ["MulBackward0"]],
     ),
+    "a gate between two": (
+        lambda x: (lambda n, z, h: n + torch.sigmoid(z) * (h - n))(torch.tanh(x[0]), x[1], x[2]),
+        [["AddBackward0", "MulBackward0", "SubBackward0"]],
+    ),
+    "a region behind a product": (
+        lambda x: (lambda h, z: h * torch.tanh(h) * z)(x[0], x[1]),
+        [["MulBackward0", "TanhBackward0"]],
+    ),
     "a broadcast input": (lambda x: x * x.sum(0, keepdim=True), []),
     "a product with itself": (lambda x: x @ x.mT, []),
 }
@@ -101,3 +110,113 @@ def test_an_expression_of_two_sources_is_exact_in_each() -> None:
         return (x * torch.sigmoid(x) * y + y * torch.tanh(y)).square().sum()
 
     assert_close(hesscale.diagonal(loss(), [x, y]), exact_diagonal(loss(), [x, y]))
+
+
+def deep(depth: int, x: Tensor, w: Tensor) -> Tensor:
+    """Regions with second derivatives in several sources, one of which is a leaf and all others are deep."""
+    h = x
+    for _ in range(depth):
+        inner = h @ w
+        h = x * torch.sigmoid(inner) + torch.tanh(inner) * torch.sigmoid(x)
+    return h.square().sum()
+
+
+def deep_slices(depth: int, x: Tensor, w: Tensor) -> Tensor:
+    """In-place operations on slices, which a node hides."""
+    h = x
+    for _ in range(depth):
+        h = h @ w
+        h[:, :2].tanh_()
+    return h.square().sum()
+
+
+@pytest.mark.parametrize("call", ["backward", "diagonal"])
+@pytest.mark.parametrize("deep", [deep, deep_slices])
+def test_second_derivatives_visit_their_own_nodes(
+    deep: Callable[[int, Tensor, Tensor], Tensor], call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever lies behind them: no run of torch's engine prepares that, and no node of it is called or looked at."""
+    called, seen, originals = [0], [0], (calculus.call, calculus._between)
+
+    def counted_call(node: Any, grads: Any) -> Any:
+        called[0] += 1
+        return originals[0](node, grads)
+
+    def counted_between(start: Any, end: Any, fixed: Any) -> Any:
+        stops, stack = {*fixed, end[0]}, [start[0]]
+        while stack:
+            node = stack.pop()
+            if node not in stops:
+                seen[0] += 1
+                stops.add(node)
+                stack += [child for child, _ in node.next_functions if child is not None]
+        return originals[1](start, end, fixed)
+
+    monkeypatch.setattr(calculus, "call", counted_call)
+    monkeypatch.setattr(calculus, "_between", counted_between)
+    counts = []
+    for depth in (4, 8, 12):
+        x, w = leaf(3, 3), leaf(3, 3, seed=1)
+        y = deep(depth, x, w)
+        called[0] = seen[0] = 0
+        if call == "backward":
+            with monkeypatch.context() as only:
+                only.setattr(torch.autograd, "grad", None)
+                hesscale.backward(y)
+        else:
+            hesscale.diagonal(y, [x, w])
+        counts.append((called[0], seen[0]))
+    (first, second, third) = counts
+    assert first[1] > 0
+    assert [c - b for b, c in zip(second, third, strict=True)] == [b - a for a, b in zip(first, second, strict=True)]
+
+
+def test_second_derivatives_are_those_of_torch_whatever_is_asked_for() -> None:
+    """While only some inputs are asked for, nodes that are called by hand would leave out what leads to the others."""
+    x, w, z = leaf(4, 4), leaf(4, 4, seed=1), leaf(4, 4, seed=2)
+    h = x @ w
+    y = h * torch.sigmoid(h * z) + z * torch.tanh(h)
+    g, s = random(4, 4, seed=3), random(4, 4, seed=4)
+    every = hesscale.diagonal(y, [x, w, z, h], g, s)
+    y = (h := x @ w) * torch.sigmoid(h * z) + z * torch.tanh(h)
+    hesscale.attach((g * y).sum() + (s * (y - y.detach()).square()).sum() / 2).backward()
+    assert_close([x.curvature, w.curvature, z.curvature], [*every[:3]])
+    for place, tensor in enumerate((x, w, z)):
+        y = (h := x @ w) * torch.sigmoid(h * z) + z * torch.tanh(h)
+        assert_close(hesscale.diagonal(y, tensor, g, s), every[place : place + 1])
+    cut = h.detach().requires_grad_()
+    y = cut * torch.sigmoid(cut * z) + z * torch.tanh(cut)
+    offset = y - y.detach()
+    exact = exact_diagonal((g * offset).sum() + (s * offset.square()).sum() / 2, (cut, z))
+    assert_close((every[3], every[2]), exact)
+
+
+def test_gauss_newton_keeps_the_residual_of_a_whole_loss() -> None:
+    """A likelihood written out is one function, though its variance is a tensor that all else is a function of."""
+    mean, raw, t = leaf(5), leaf(5, seed=1), random(5, seed=2)
+
+    def loss() -> Tensor:
+        variance = F.softplus(raw)
+        return (variance.log() + (t - mean).square() / variance).sum()
+
+    _, found = hesscale.diagonal(loss(), [mean, raw], method="hesscale_gn")
+    assert_close(found, exact_diagonal(loss(), raw)[0])
+
+
+def test_hooks_on_what_an_expression_reads_see_its_gradient_alone() -> None:
+    """Also where one input was computed from another, as in a highway gate."""
+    x, w = leaf(4, 4), leaf(4, 4, seed=1)
+
+    def highway(h: Tensor) -> Tensor:
+        n = h @ w
+        return (h * torch.sigmoid(h) * n + n * torch.sigmoid(n) * h).square().sum()
+
+    seen: list[Tensor] = []
+    h = x.tanh()
+    h.retain_grad()
+    h.register_hook(seen.append)
+    hesscale.backward(highway(h))
+    cut = h.detach().requires_grad_()
+    (expected,) = torch.autograd.grad(highway(cut), cut)
+    assert len(seen) == 1
+    assert_close([seen[0], h.grad], [expected, expected])

@@ -8,7 +8,6 @@ from . import testing as testing
 from .backward import attach as attach
 from .backward import backward as backward
 from .backward import diagonal as diagonal
-from .compiled import compile as compile
 from .errors import MissingRuleError as MissingRuleError
 from .estimators import estimate as estimate
 from .estimators import estimate_over as estimate_over

@@ -211,6 +211,10 @@ _TRANSFORMED = (
     "inside torch.func transforms (grad, vmap, ...) hesscale cannot walk the graph: call it outside, on tensors that "
     "require grad"
 )
+_GENERATOR = (
+    "generator= cannot reach into a compiled region: leave it out, and with it missing='sample', or compute this loss "
+    "within `with torch.compiler.set_stance('force_eager'):`"
+)
 NO_GRAPH = "there is no graph to walk: the loss does not require grad (was it computed under no_grad, or detached?)"
 
 
@@ -269,7 +273,10 @@ def _arm(
     columns = checked_rank(rank)
     if columns and method == "bl89":
         raise ValueError("rank= goes with 'hesscale' and 'hesscale_gn': for 'bl89' the softmax has no columns")
-    plan, graph = make_plan(y, way, outputs=outputs, seeded=seeded, targets=targets, fallback=fallback)
-    dial = make_dial(graph, columns, plan.residuals, plan.aims, generator) if columns and plan.stops else None
+    plan, graph = make_plan(y, way, outputs=outputs, seeded=seeded, targets=targets, fallback=fallback, rank=rank)
+    if plan.is_composite and generator is not None:
+        raise ValueError(_GENERATOR)
+    has_columns = columns and plan.stops and not plan.is_composite
+    dial = make_dial(graph, columns, plan.residuals, plan.aims, generator) if has_columns else None
     unique = tuple({id(tensor): tensor for tensor in inputs or ()}.values()) if writes else ()
     return Walk(plan, graph, curvature, starts_later=starts_later, writes_to=unique, dial=dial)

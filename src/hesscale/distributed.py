@@ -7,6 +7,7 @@ at the end of that pass.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, Protocol
 from weakref import WeakSet
@@ -15,8 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .fsdp import has_gradient, sharded_modules, shards_of, whole_of
+from .fsdp import has_whole_gradient, sharded_modules, shards_of, whole_of
 from .graph import running_backward, tensors_in, when_backward_ends, wide
+from .leaves import drop_if_cleared, set_curvature
 from .rules import RULES
 from .rules.families import Coupled
 
@@ -58,6 +60,29 @@ def synchronize(optimizer: Optimizer, model: nn.Module, *, group: Any = None) ->
     optimizer.register_curvature_hook(lambda it: average_curvature(_trainable(it), group))
 
 
+def separate(optimizer: Optimizer) -> None:
+    """Says that no other process trains a copy of this optimizer's model: its curvature is left as it is.
+
+    Needed where that cannot be seen: a model that is in no DDP or FSDP wrapper beside one that is, such as a local
+    critic beside a shared actor, is taken to be separate anyway.
+
+    >>> model = nn.Linear(4, 3)  # one of several independent learners in one process group
+    >>> optimizer = hesscale.AdaHesScale(model.parameters(), lr=1e-3)
+    >>> hesscale.distributed.separate(optimizer)
+    """
+    optimizer.register_curvature_hook(lambda _: None)
+
+
+def looks_separate(params: Iterable[Tensor]) -> bool:
+    """Whether models are shared with other processes here, and these parameters belong to none of them."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    kinds = (nn.parallel.DistributedDataParallel, FullyShardedDataParallel)
+    shared = [*sharded_modules(), *(it for it in gc.get_objects() if issubclass(type(it), kinds))]
+    known = {id(p) for module in shared for p in module.parameters()}
+    return bool(shared) and not any(id(p) in known or hasattr(p, "to_local") for p in params)
+
+
 def average_curvature(params: Iterable[Tensor], group: Any = None) -> None:
     """Replaces ``p.curvature`` by its average over the processes of ``group``, zero where a process has none.
 
@@ -86,7 +111,7 @@ def average_curvature(params: Iterable[Tensor], group: Any = None) -> None:
             parts = message.split([p.numel() for p in batch])
             for p, h, part in zip(batch, curvatures, parts, strict=True):
                 mean = torch.empty_like(p, dtype=wide(p.dtype), requires_grad=False).copy_(part.view(p.shape))
-                _set(p, mean, getattr(h, "method", None))
+                set_curvature(p, mean, getattr(h, "method", None))
 
 
 def _trainable(optimizer: Optimizer) -> list[Tensor]:
@@ -102,11 +127,6 @@ def _flat(curvature: Tensor | None, p: Tensor) -> Tensor:
     if curvature is None:
         return torch.zeros(p.numel(), dtype=wide(p.dtype), device=p.device)
     return curvature.to(wide(p.dtype)).reshape(-1)
-
-
-def _set(p: Any, curvature: Tensor, method: str | None) -> None:
-    p.curvature = curvature
-    p.curvature.method = method  # as leaves.add notes it
 
 
 def _batches(params: Sequence[Tensor]) -> list[list[Tensor]]:
@@ -167,8 +187,8 @@ class _Pass:
         if module in self.modules:
             return
         for parameter in shards_of(module):
-            if not has_gradient(parameter):
-                parameter.sharded_param.curvature = None
+            if not has_whole_gradient(parameter):
+                drop_if_cleared(parameter.sharded_param)
         if not self.modules:
             # the pass that writes curvature may queue itself after us, hence once more
             when_backward_ends(lambda: when_backward_ends(self.finish))
@@ -233,6 +253,9 @@ def _add_shard(p: Any, part: Tensor, method: str | None) -> None:
     fresh = part[: held.numel()].view(held.shape).clone()
     old = _curvature(p)
     if old is None:
-        _set(p, DTensor.from_local(fresh, p.device_mesh, p.placements, shape=p.shape, stride=p.stride()), method)
+        set_curvature(
+            p, DTensor.from_local(fresh, p.device_mesh, p.placements, shape=p.shape, stride=p.stride()), method
+        )
     else:
         old.to_local().add_(fresh)  # type: ignore[attr-defined]
+        set_curvature(p, old, getattr(old, "method", None))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-from .graph import WEIGHT_NORM, graph_of
+from .graph import WEIGHT_NORM, graph_of, refuse_hidden
 
 _WRONG = "WeightNormInterfaceBackward0"
 _REFUSAL = (
@@ -22,9 +22,12 @@ _REFUSAL = (
 
 
 def refuse_wrong_derivatives(y: Tensor) -> None:
-    """Raises if the graph of ``y`` has an operation whose second derivatives torch gets wrong."""
-    if y.requires_grad and any(row[0] == _WRONG for row in graph_of(y).rows):
-        raise RuntimeError(_REFUSAL)
+    """Raises if the graph of ``y`` has an operation whose second derivatives torch gets wrong, or hides a part."""
+    if y.requires_grad:
+        rows = graph_of(y).rows
+        refuse_hidden(rows)
+        if any(row[0] == _WRONG for row in rows):
+            raise RuntimeError(_REFUSAL)
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """What can go wrong before a pass starts, each with advice."""
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
 __all__ = ["MissingRuleError"]
 
@@ -16,9 +16,12 @@ _LINEAR_CROSS_ENTROPY = (
 )
 OPAQUE = {
     "CompiledFunctionBackward": (
-        "A torch.compile'd region is one opaque node, so no curvature can pass through it: hesscale.compile(loss_fn, "
-        "model) compiles the pass with its curvature; or call the uncompiled model (compiled_model._orig_mod is it) on "
-        "steps that need curvature."
+        "No curvature can pass through what another backend of torch.compile has compiled: pass backend='hesscale' to "
+        "torch.compile, or run the steps that need curvature within `with torch.compiler.set_stance('force_eager'):`."
+    ),
+    "ApplyTemplateBackward": (
+        "torch.compile takes autograd.Functions apart, and second derivatives with them: call "
+        "torch.compiler.allow_in_graph(YourFunction) before it compiles, which keeps the Function and its rule whole."
     ),
     "CheckpointFunctionBackward": (
         "Reentrant checkpointing hides its graph: use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
@@ -35,6 +38,11 @@ OPAQUE = {
 _COMPLEX_ADVICE = (
     "Of complex tensors only products, sums, views and their two parts have rules; a complex parameter can be kept as "
     "a real one with a last dimension of two (torch.view_as_complex)."
+)
+_HIDING = (
+    "A torch.autograd.Function whose backward runs a backward pass of its own hides what that reaches: have it take "
+    "all tensors as arguments and return their gradients (torch.autograd.grad), or use "
+    "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
 )
 _HOW_TO_REGISTER = (
     'Add a rule with hesscale.register(rule, "NodeName"), e.g. hesscale.register(hesscale.Selection(), "NodeName") '
@@ -55,11 +63,13 @@ class MissingRuleError(NotImplementedError):
     AbsBackward0 (complex) FftR2CBackward0 (complex)
     """
 
-    def __init__(self, counts: Mapping[str, int]) -> None:
+    def __init__(self, counts: Mapping[str, int], *, hiding: Container[str] = ()) -> None:
         self.counts = dict(sorted(counts.items()))
         listed = ", ".join(f"{name} (x{count})" for name, count in self.counts.items())
-        unknown = [name for name in self.counts if name not in OPAQUE]
+        unknown = [name for name in self.counts if name not in OPAQUE and name not in hiding]
         advice = list(dict.fromkeys(OPAQUE[name] for name in self.counts if name in OPAQUE))
+        if any(name in hiding and name not in OPAQUE for name in self.counts):
+            advice.append(_HIDING)
         if any(name.endswith(COMPLEX) for name in unknown):
             advice.append(_COMPLEX_ADVICE)
         if any(not name.endswith(COMPLEX) for name in unknown):

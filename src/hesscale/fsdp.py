@@ -36,11 +36,9 @@ def whole_of(shard: Any) -> Any:
     return getattr(shard, "_unsharded_param", None)
 
 
-def has_gradient(shard: Any) -> bool:
-    """Whether a gradient is there to add to: sharded, or still whole (``set_requires_gradient_sync(False)``)."""
+def has_whole_gradient(shard: Any) -> bool:
+    """Whether there is a gradient that waits to be cut into shards (``set_requires_gradient_sync(False)``)."""
     whole = whole_of(shard)
-    return (
-        shard.sharded_param.grad is not None
-        or getattr(shard, "unsharded_accumulated_grad", None) is not None
-        or (whole is not None and whole.grad is not None)
+    return getattr(shard, "unsharded_accumulated_grad", None) is not None or (
+        whole is not None and whole.grad is not None
     )

@@ -10,26 +10,27 @@ Names that torch does not document, and what happens without them. Needed, or th
 
 Not needed; everything else works without them (tests/test_graph.py takes them away):
 
-- ``Node._raw_saved_*``, ``SavedTensor.unpack_hook``: finding freed tensors before anything has changed, knowing half
-  precision that only a saved tensor has, and reading a checkpoint twice (checkpoints fail without it)
-- ``_get_graph_exec_group``, ``_set_graph_exec_group``: second derivatives inside a checkpoint read what the pass has
-  recomputed; without them it is computed again, which selective checkpoints refuse
+- ``Node._raw_saved_*``, ``SavedTensor.unpack_hook``: finding freed tensors before anything has changed, and knowing
+  half precision that only a saved tensor has
 - ``_functorch.is_functorch_wrapped_tensor``: refusing torch.func's transforms in one sentence
 - ``UntypedStorage._cdata``: telling whether two tensors share memory; without it data pointers do
 - ``_storage_Use_Count``: only speed; without it no scratch memory is kept
-- ``Function._forward_cls``: finding the rule of a ``torch.autograd.Function`` by its class; by its name otherwise
-- what only sharded training needs is in fsdp.py, what is known of numbers while tracing in traced.py, and what only
-  ``hesscale.compile`` needs in compiled/backend.py
+- ``Function._forward_cls``: finding the rule of a ``torch.autograd.Function`` by its class; by its name otherwise, and
+  nobody sees which of them hide a graph
+- what is known of checkpoints is in recomputing.py, of numbers while tracing in traced.py, what only sharded training
+  needs in fsdp.py, and what only compiled regions need in compiled/torch_compiler.py
 """
 
 from __future__ import annotations
 
+import inspect
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Final, final
+from typing import Any, Final, TypeVar, final
 
 import torch
 from torch import Tensor
@@ -37,7 +38,9 @@ from torch.autograd.graph import GradientEdge, Node
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from .errors import COMPLEX
+from .errors import COMPLEX, MissingRuleError
+from .recomputing import is_to_be_recomputed, same_recomputation
+from .recomputing import running_backward as running_backward
 
 Edge = tuple[Node, int]
 """A tensor of the graph: the node that made it and which of the node's outputs it is."""
@@ -47,6 +50,8 @@ Link = tuple[int, int]
 
 Row = tuple[str, type, tuple[Link | None, ...], tuple[tuple[tuple[int, ...], torch.dtype, torch.device], ...]]
 """All there is to know of a node without the node: name, class, inputs, and shape, dtype and device of each output."""
+
+Result = TypeVar("Result")
 
 LOW_PRECISION: Final = frozenset((torch.bfloat16, torch.float16))
 LEAF = "torch::autograd::AccumulateGrad"
@@ -84,8 +89,6 @@ WEIGHT_NORM: Final[Any] = getattr(torch, "_weight_norm", None)
 """What ``weight_norm`` calls; its double backward is wrong (double_backward.py)."""
 
 _is_wrapped: Final[Any] = getattr(torch._C._functorch, "is_functorch_wrapped_tensor", None)
-_get_group: Final[Any] = getattr(torch._C, "_get_graph_exec_group", None)
-_set_group: Final[Any] = getattr(torch._C, "_set_graph_exec_group", None)
 
 
 @dataclass(frozen=True)
@@ -171,10 +174,44 @@ def function_of(kind: type) -> Any:
     return getattr(kind, "_forward_cls", None)
 
 
+@cache
+def _hides_graph(kind: type) -> bool:
+    """Whether the backward of this kind of node runs a backward of its own, over a graph that it records itself."""
+    backward: Any = getattr(function_of(kind), "backward", None)
+    code = getattr(inspect.unwrap(backward), "__code__", None)
+    names = set() if code is None else {*code.co_names}
+    return "backward" in names and not names.isdisjoint(("autograd", "enable_grad", "set_grad_enabled"))
+
+
+def hiding(rows: Sequence[Row]) -> Counter[str]:
+    """The nodes that hide a graph, by name. Where there are none, what a graph does not lead to is unused."""
+    return Counter(name for name, kind, _, _ in rows if _hides_graph(kind))
+
+
+def refuse_hidden(rows: Sequence[Row]) -> None:
+    """Raises if a part of the graph is hidden: nobody could tell what is used there from what is not."""
+    hidden = hiding(rows)
+    if hidden:
+        raise MissingRuleError(hidden, hiding=hidden)
+
+
 def call(node: Any, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    """Jᵀ grads, by the node's own backward formula: one tensor per input. Nothing is freed and no hook runs."""
-    result = node(*grads) if callable(node) else node.apply(*_materialized(node, grads))
-    return result if isinstance(result, tuple) else (result,)
+    """Jᵀ grads, by the node's own backward formula: one tensor per input. Nothing is freed and no hook runs.
+
+    Grads of the last outputs may be left out.
+    """
+    if callable(node):
+        result = node(*grads)
+        return result if isinstance(result, tuple) else (result,)
+    grads = [*grads, *(None,) * (len(node._input_metadata) - len(grads))]
+    result = node.apply(*_materialized(node, grads))
+    return _of_tensors(node, result if isinstance(result, tuple) else (result,))
+
+
+def _of_tensors(node: Any, found: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """What a Function returns for its tensors alone: it has an entry for every argument, a number or None too."""
+    needed = iter([found[index] for index, is_needed in enumerate(node.needs_input_grad) if is_needed])
+    return tuple(None if child is None else next(needed) for child, _ in node.next_functions)
 
 
 @final
@@ -192,11 +229,17 @@ def _widened(value: Any) -> Any:
     return wide(value) if isinstance(value, torch.dtype) else value
 
 
+_OUT_OF_SIGHT: Final = "torch::autograd::"
+"""How nodes are called that torch writes by hand. Those of writes into slices do not show what they have saved."""
+
+
 def call_in_single(node: Any, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
     """As ``call``, for a node that works in half precision: its formula in single precision."""
     kind: type = type(node)
     for name in saved_names(kind):  # what has to be recomputed for them is recomputed as it was
         getattr(node, name.replace("_raw", "", 1), None)
+    if node.name().startswith(_OUT_OF_SIGHT):
+        call(node, grads)
     with _InSingle():  # type: ignore[no-untyped-call]
         return call(node, grads)
 
@@ -224,11 +267,6 @@ class _Nested(threading.local):
 NESTED: Final = _Nested()
 
 
-def nested_gradient(y: Tensor, edge: Edge, weights: Tensor) -> Tensor | None:
-    """d(Σ weights·y)/d(edge) by torch's engine, within a running pass; None if y does not depend on it."""
-    return nested_gradients([edge_of(y)], [edge], [weights])[0]
-
-
 def nested_gradients(
     outputs: Sequence[Edge], inputs: Sequence[Edge], weights: Sequence[Tensor], *, batched: bool = False
 ) -> tuple[Tensor | None, ...]:
@@ -239,7 +277,7 @@ def nested_gradients(
     """
     NESTED.depth += 1
     try:
-        with _same_recomputation():
+        with same_recomputation():
             return torch.autograd.grad(
                 [GradientEdge(*edge) for edge in outputs],
                 [GradientEdge(*edge) for edge in inputs],
@@ -252,18 +290,24 @@ def nested_gradients(
         NESTED.depth -= 1
 
 
-@contextmanager
-def _same_recomputation() -> Iterator[None]:
-    """Checkpoints keep what they recompute by pass; a nested one passes for the one that is running."""
-    if _get_group is None or _set_group is None or running_backward() < 0:
-        yield
-        return
-    group = _get_group()
-    _set_group(running_backward() if group is None else group)
+def in_own_run(action: Callable[[], Result], like: Tensor) -> Result:
+    """What ``action`` returns, within a run of torch's engine over one node.
+
+    Nodes that are called by hand give the gradients of all their inputs there; else they leave out those that the
+    running pass has not asked for, and it knows no node that was made since it began.
+    """
+    found: list[Result] = []
+    with torch.enable_grad():
+        y = like.new_zeros((), requires_grad=True).clone()
+    assert y.grad_fn is not None
+    y.grad_fn.register_prehook(lambda grads: found.append(action()))
+    NESTED.depth += 1
     try:
-        yield
+        with same_recomputation():
+            torch_backward(y)
     finally:
-        _set_group(group)
+        NESTED.depth -= 1
+    return found[0]
 
 
 @cache
@@ -272,11 +316,25 @@ def saved_names(kind: type) -> tuple[str, ...]:
     return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
 
 
+def _saved(node: Any, kind: type) -> Iterator[tuple[str, Any]]:
+    for name in saved_names(kind):
+        packed = getattr(node, name)
+        for one in packed if isinstance(packed, (tuple, list)) else (packed,):
+            yield name, one
+
+
+def recompute(y: Tensor, inputs: Sequence[Tensor]) -> None:
+    """Has checkpoints recomputed by a pass of its own, if there are any: within vmap they could not draw numbers."""
+    graph = graph_of(y)
+    pairs = zip(graph.nodes, graph.rows, strict=True)
+    if any(is_to_be_recomputed(one.data) for node, row in pairs for _, one in _saved(node, row[1])):
+        nested_gradients([edge_of(y)], [edge_of(x) for x in inputs], [torch.ones_like(y)])
+
+
 def prepare_saved(graph: Graph) -> set[int]:
     """The places of nodes that work in half precision, or may; raises if a saved tensor is gone.
 
-    Also lets checkpointed tensors be read twice, by a rule and by torch. Looks without unpacking, which might recompute
-    a checkpoint.
+    Looks without unpacking, which might recompute a checkpoint.
     """
     half: set[int] = set()
     for place, node in enumerate(graph.nodes):
@@ -285,44 +343,22 @@ def prepare_saved(graph: Graph) -> set[int]:
             if dtype in LOW_PRECISION:
                 half.add(place)
         try:
-            for name in saved_names(kind):
-                packed = getattr(node, name)
-                for one in packed if isinstance(packed, (tuple, list)) else (packed,):
-                    data = one.data
-                    if getattr(one, "unpack_hook", None) is not None:
-                        _allow_second_reading(data)
-                        half.add(place)  # there is no telling yet
-                    elif data is None:
-                        getattr(node, name.replace("_raw", "", 1))  # None if it was not needed, raises if it was freed
-                    elif data.dtype in LOW_PRECISION:
-                        half.add(place)
+            for name, one in _saved(node, kind):
+                data = one.data
+                if getattr(one, "unpack_hook", None) is not None:
+                    half.add(place)  # there is no telling yet
+                elif data is None:
+                    getattr(node, name.replace("_raw", "", 1))  # None if it was not needed, raises if it was freed
+                elif data.dtype in LOW_PRECISION:
+                    half.add(place)
         except RuntimeError:
             raise RuntimeError(_FREED) from None
     return half
 
 
-class _Kept(dict[int, Any]):
-    """The recomputed tensors of a checkpoint, which forgets each after the first reading; torch's is the second."""
-
-    def __setitem__(self, task: int, handle: Any) -> None:
-        if handle is not None or task not in self:
-            super().__setitem__(task, handle)
-
-
-def _allow_second_reading(packed: Any) -> None:
-    handles = getattr(packed, "handles", None)  # torch.utils.checkpoint's holder; other hooks can be read repeatedly
-    if isinstance(handles, dict) and not isinstance(handles, _Kept):
-        packed.handles = _Kept(handles)
-
-
 def when_backward_ends(action: Callable[[], None]) -> None:
     """Queues ``action`` for the end of the backward pass that is running."""
     torch.autograd.Variable._execution_engine.queue_callback(action)
-
-
-def running_backward() -> int:
-    """An id of the backward pass that is running, unique in this process; -1 outside of one."""
-    return int(torch._C._current_graph_task_id())
 
 
 def running_node() -> Node:

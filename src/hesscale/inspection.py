@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from .columns.dial import Columns, Rank, checked_rank, make_dial
-from .graph import LEAF, function_of, graph_of
+from .graph import LEAF, Row, function_of, graph_of, hiding
 from .plan import behind_nonlinear, method_named
 from .regions import find_regions
-from .wiring import wire
+from .rules.families import Composite, Rule
+from .rules.table import RuleTable
+from .wiring import Wiring, wire
+
+_COMPILED = (
+    "check cannot tell what rank= carries through a compiled region: compute the loss within "
+    "`with torch.compiler.set_stance('force_eager'):`"
+)
+_SEEDS = "SeedsBackward"  # the root of the graph of a compiled region: none of its operations
 
 
 @dataclass(frozen=True)
@@ -68,21 +77,26 @@ def check(loss: Tensor, *, method: str = "hesscale", rank: Rank = 0) -> Report:
     if not isinstance(loss, Tensor) or not loss.requires_grad:
         raise RuntimeError("there is no graph to look at: the loss does not require grad")
     graph = graph_of(loss)
-    rows = graph.rows
-    wiring = wire(rows)
+    parts = [*_parts(graph.rows, wire(graph.rows), table, is_loss=True)]
+    if len(parts) > 1 and checked_rank(rank):
+        raise ValueError(_COMPILED)
     kinds: dict[str, Counter[str]] = {"exact": Counter(), "approximated": Counter(), "missing": Counter()}
-    rules = [table.find(name, function_of(kind)) for name, kind, _, _ in rows]
-    for name, rule in zip(wiring.names, rules, strict=True):
-        if name != LEAF:
+    ops: Counter[str] = Counter()
+    shared = count = 0
+    counting: frozenset[int] = frozenset()
+    for part in parts:
+        for name, rule in part.named():
             kinds["missing" if rule is None else "exact" if rule.exact else "approximated"][name] += 1
-    regions = find_regions(wiring, rules, frozenset())
-    inside = {place for region in regions.values() for link in region.sources for place in (link[0], *region.places)}
-    several = (place for place in wiring.order if wiring.consumers[place] > 1 and len(wiring.shapes[place]) == 1)
-    shared = sum(place not in inside for place in several)
+        regions = find_regions(part.wiring, part.rules, frozenset())
+        inside = {
+            place for region in regions.values() for link in region.sources for place in (link[0], *region.places)
+        }
+        shared += sum(place not in inside for place in part.several())
+        count += len(regions)
+        loss_places = part.loss() if way.gauss_newton else set()
+        ops.update(name for name, _ in part.named(loss_places))
+        counting = frozenset(loss_places if way.gauss_newton else part.wiring.order) - inside
     exact, approximated, missing = (dict(sorted(kinds[kind].items())) for kind in kinds)
-    loss_places = set(wiring.order) - behind_nonlinear(wiring, rules) if way.gauss_newton else set()
-    ops = Counter(wiring.names[place] for place in wiring.order if place in loss_places and wiring.names[place] != LEAF)
-    counting = frozenset(loss_places if way.gauss_newton else wiring.order) - inside
     columns = checked_rank(rank)
     dial = make_dial(graph, columns, counting, None, None) if columns else None
     return Report(
@@ -90,7 +104,45 @@ def check(loss: Tensor, *, method: str = "hesscale", rank: Rank = 0) -> Report:
         approximated,
         missing,
         shared=shared,
-        regions=len(regions),
+        regions=count,
         loss=dict(ops),
         columns=None if dial is None else dial.report(graph),
     )
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The graph of a loss, or one that a node of it stands for."""
+
+    wiring: Wiring
+    rules: Sequence[Rule | None]
+    is_loss: bool  # it begins with the loss
+
+    def named(self, places: Collection[int] | None = None) -> Iterator[tuple[str, Rule | None]]:
+        """The operations, by name, and their rules; without what only stands for others."""
+        for place in self.wiring.order:
+            name, rule = self.wiring.names[place], self.rules[place]
+            is_named = name not in (LEAF, _SEEDS) and not isinstance(rule, Composite)
+            if is_named and (places is None or place in places):
+                yield name, rule
+
+    def several(self) -> Iterator[int]:
+        """The places of tensors that are read on several paths."""
+        order, consumers, shapes = self.wiring.order, self.wiring.consumers, self.wiring.shapes
+        return (place for place in order if consumers[place] > 1 and len(shapes[place]) == 1)
+
+    def loss(self) -> set[int]:
+        """Where Gauss-Newton sees the loss."""
+        return set(self.wiring.order) - behind_nonlinear(self.wiring, self.rules) if self.is_loss else set()
+
+
+def _parts(rows: Sequence[Row], wiring: Wiring, table: RuleTable, *, is_loss: bool) -> Iterator[_Part]:
+    hidden = hiding(rows)
+    rules = [None if name in hidden else table.find(name, function_of(kind)) for name, kind, _, _ in rows]
+    part = _Part(wiring, rules, is_loss)
+    yield part
+    for place in wiring.order:
+        rule = rules[place]
+        if isinstance(rule, Composite):
+            inner = rule.wiring(wiring.wanted[place])
+            yield from _parts(rule.rows, inner, table, is_loss=is_loss and place in part.loss())

@@ -1,90 +1,88 @@
-"""Where curvature is kept: in ``p.curvature``, for as long as the gradient it belongs to.
+"""Where curvature is kept: in ``p.curvature``, for as long as the gradient it belongs to has not been cleared.
 
-A pass adds to what is there if ``p.grad`` is still the gradient that earlier passes have filled, and starts afresh if
-it is another one, or has been set to zero (though not through ``.data``, which torch does not count). Curvature whose
-gradient is gone is cleared when the next pass of any model writes its own.
+A pass adds to what is there, as torch adds to ``p.grad``. Curvature starts afresh once the gradient was set to None or
+to zero (though not through ``.data``, which torch does not count), also where a plain backward pass fills it again; not
+where the gradient is scaled, moved or replaced. What was written into ``p.curvature`` by hand is left to who wrote it,
+until the next pass of ours.
 """
 
 from __future__ import annotations
 
 import threading
-import weakref
-from sys import getrefcount
-from typing import Any, Final, final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import unserializable_hook
 
-from .graph import storage_id, wide
+from .graph import running_backward_accumulates, running_node, storage_id, wide
 from .traced import is_traced
 
 _LOCK: Final = threading.Lock()  # two threads may run backward on the same parameters
-_ORPHANS: Final[list[tuple[dict[str, Any], weakref.ref[Tensor]]]] = []
 
 
-@final
-class _Mark(weakref.ref[Tensor]):
-    """A gradient that some curvature belongs to. It knows the leaf's attributes, not the leaf, which may be swapped."""
-
-    __slots__ = ("attributes", "curvature", "key", "version")
-    attributes: dict[str, Any]
-    curvature: weakref.ref[Tensor]
-    key: int
-    version: int
-
-
-_MARKS: Final[dict[int, _Mark]] = {}
-
-
-def _become_orphan(mark: Any) -> None:
-    key: int = mark.key
-    if _MARKS.get(key) is mark:
-        del _MARKS[key]
-    # if somebody beside the mark and this call holds the attributes, the leaf lives
-    if getrefcount(mark.attributes) > 2:
-        _ORPHANS.append((mark.attributes, mark.curvature))
-
-
-def clear_orphans() -> None:
-    """Sets ``p.curvature`` to None where the gradient it belongs to is gone."""
-    while _ORPHANS:
-        attributes, curvature = _ORPHANS.pop()
-        if attributes.get("curvature") is curvature() is not None:
-            attributes["curvature"] = None
-
-
-def continues(leaf: Tensor) -> bool:
-    """Whether the curvature of a leaf belongs to its gradient as it is now, before torch adds to it."""
-    grad = leaf.grad
-    mark = None if grad is None else _MARKS.get(id(grad))
-    if grad is None or mark is None or mark() is not grad:
+def is_cleared(leaf: Tensor) -> bool:
+    """Whether a leaf has no gradient, or one that was set to zero since curvature was last added."""
+    grad: Any = leaf.grad
+    if grad is None:
+        return True
+    if getattr(grad, "version_of_curvature", None) == grad._version:  # nobody has written to it
         return False
-    if grad._version != mark.version and not bool(grad.any()):  # zero_grad(set_to_none=False)
-        del _MARKS[mark.key]
-        return False
-    return True
+    held = grad.to_local() if hasattr(grad, "to_local") else grad
+    if not bool((held.coalesce().values() if held.is_sparse else held).any()):
+        return True
+    grad.version_of_curvature = grad._version  # found out once
+    return False
 
 
-def add(leaf: Any, s: Tensor, *, to_old: bool, method: str | None = None) -> None:
-    """Gives a leaf its curvature, once torch has written its gradient; ``to_old`` is what ``continues`` has said.
+def drop_if_cleared(leaf: Any) -> None:
+    """Sets ``p.curvature`` to None if the gradient it belongs to has been cleared."""
+    if getattr(leaf, "curvature", None) is not None:
+        with _LOCK:
+            if is_cleared(leaf):
+                leaf.curvature = None
+
+
+@unserializable_hook  # type: ignore[untyped-decorator]
+def before_accumulation(_: Tensor) -> None:
+    """A hook of leaves, which runs in every backward pass: the last moment to see that a gradient was cleared."""
+    node: Any = running_node()
+    leaf = getattr(node, "variable", None)
+    is_ours = hasattr(getattr(leaf, "curvature", None), "method")
+    if is_ours and running_backward_accumulates(node):
+        drop_if_cleared(leaf)
+
+
+def add(leaf: Any, s: Tensor, *, method: str | None = None) -> None:
+    """Gives a leaf its curvature, once torch has written its gradient, in addition to what is there.
 
     ``method`` is noted on it (``curvature.method``), so that who reads it can tell by which pass it was written.
     """
     with _LOCK, torch.no_grad():
-        grad = leaf.grad
-        to_old = to_old or (id(grad) in _MARKS and continues(leaf))  # another thread may have been faster
-        old = getattr(leaf, "curvature", None) if to_old else None
+        if leaf.is_leaf:
+            _watch(leaf)
+        old = None if leaf.grad is None else getattr(leaf, "curvature", None)
         if old is not None:
             before = getattr(old, "method", None)
-            method = method if before == method else f"{before} and {method}"
+            method = method if before in (None, method) else f"{before} and {method}"
             s = old.to(s).add_(s)  # the model may have moved
-        leaf.curvature = s
-        s.method = method  # type: ignore[attr-defined]
-        if grad is not None:
-            mark = _Mark(grad, _become_orphan)
-            mark.attributes, mark.curvature = leaf.__dict__, weakref.ref(s)
-            mark.key, mark.version = id(grad), grad._version
-            _MARKS[mark.key] = mark
+        set_curvature(leaf, s, method)
+
+
+def set_curvature(p: Any, curvature: Tensor, method: str | None) -> None:
+    """Makes this the curvature that belongs to the gradient as it is now."""
+    p.curvature = curvature
+    p.curvature.method = method
+    if p.grad is not None:
+        p.grad.version_of_curvature = p.grad._version
+
+
+def _watch(leaf: Tensor) -> None:
+    hooks = leaf._backward_hooks
+    if hooks is None or before_accumulation not in hooks.values():
+        leaf.register_hook(before_accumulation)
+    elif not hasattr(leaf, "curvature"):  # torch.utils.swap_tensors leaves hooks without effect, and attributes behind
+        leaf._backward_hooks = hooks
 
 
 def owned(s: Tensor | None, like: Tensor, taken: set[int]) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,13 +13,19 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from .errors import COMPLEX, OPAQUE, MissingRuleError
-from .graph import LEAF, Edge, Graph, Link, Row, edge_of, function_of, graph_behind, wide
+from .graph import LEAF, Edge, Graph, Link, Row, edge_of, function_of, graph_behind, hiding, wide
 from .regions import Region, Rules, find_regions
 from .rules import BL89, RULES
-from .rules.families import Rule
+from .rules.fallback import ByAutograd
+from .rules.families import NETWORK, Composite, Inner, Rule
 from .rules.table import RuleTable
 from .traced import is_traced
 from .wiring import Wiring, behind, wire
+
+_LOSS_OUTSIDE = (
+    "rank= carries the loss's curvature through the network, and cannot cross the border of a compiled region: compile "
+    "the two together, torch.compile(loss_fn, backend='hesscale') of a function that calls the model"
+)
 
 
 class Method(NamedTuple):
@@ -53,6 +59,7 @@ class Question(NamedTuple):
     seeded: bool
     borders: tuple[Link, ...]  # where the network ends and the loss begins, if the user says so
     targets: tuple[Link, ...] | None  # None: all leaves
+    rank: int | str
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +73,7 @@ class Stop:
     inputs: tuple[Link | None, ...]
     wanted: tuple[torch.Size | None, ...]  # shapes of the inputs
     is_loss: bool  # it is handed g, and with it its residual
+    is_composite: bool  # it goes through a graph of its own, and is handed g in any case
     is_target: bool  # the curvature of its outputs is asked for, too
     nothing: tuple[None, ...]  # None for each output
 
@@ -87,6 +95,11 @@ class Plan:
         return frozenset(stop.place for stop in self.stops if stop.is_loss and stop.region is None)
 
     @property
+    def is_composite(self) -> bool:
+        """Whether there are nodes that stand for graphs of their own."""
+        return any(stop.is_composite for stop in self.stops)
+
+    @property
     def aims(self) -> tuple[Link, ...] | None:
         """The targets, or None if all leaves are meant."""
         return tuple(self.targets) or None
@@ -100,11 +113,12 @@ def make_plan(
     seeded: bool = False,
     targets: Sequence[Edge] | None = None,
     fallback: Rule | None = None,
+    rank: int | str = 0,
 ) -> tuple[Plan, Graph]:
     """The graph of ``y``, and the plan of a pass from there to ``targets`` (all leaves if None); raises without one.
 
     ``seeded``: curvature arrives at ``y`` from outside, so that for Gauss-Newton the loss lies before ``y``.
-    ``fallback`` is the rule of operations that have none.
+    ``fallback`` is the rule of operations that have none. ``rank`` is for nodes that stand for graphs of their own.
     """
     root, nr = edge_of(y)
     graph = graph_behind(root)
@@ -118,6 +132,7 @@ def make_plan(
         seeded=seeded,
         borders=tuple(map(graph.link, borders)),
         targets=None if targets is None else tuple(graph.link(edge) for edge in targets if edge[0] in graph.places),
+        rank=rank,
     )
     if fallback is None and not is_traced():  # sizes may be symbols while tracing, which no table can hold
         return _kept_plan(graph.rows, question), graph
@@ -127,20 +142,25 @@ def make_plan(
 def _plan(rows: tuple[Row, ...], question: Question, fallback: Rule | None = None) -> Plan:
     method, targets = question.method, frozenset(question.targets or ())
     wiring = wire(rows, question.targets)
-    rules = look_up(rows, wiring.order, method.rules, fallback)
+    rules = look_up(rows, wiring, method.rules, fallback)
     loss = set(wiring.order) - _network(rows, wiring, rules, question) if method.gauss_newton else None
-    regions = find_regions(wiring, rules, frozenset(question.borders if method.gauss_newton else ()))
+    borders = frozenset(question.borders if method.gauss_newton else ())
+    regions = find_regions(wiring, rules, borders, frozenset(loss or ()))
+    inner = {place: _inner(place, loss, question, fallback) for place in wiring.order if _is_composite(rules[place])}
+    if question.rank and inner:
+        _refuse_loss_outside(wiring, rules, [*inner])
     places = {place for place, _ in targets}
     inside = {place for region in regions.values() for place in region.places[1:]}
     stops = [
         Stop(
             place=place,
-            rule=rule,
+            rule=rule.within(inner[place]) if isinstance(rule, Composite) else rule,
             region=regions.get(place),
             outputs=tuple((place, nr) for nr in range(len(wiring.shapes[place]))),
             inputs=wiring.edges[place],
             wanted=wiring.wanted[place],
             is_loss=loss is None or place in loss,
+            is_composite=place in inner,
             is_target=place in places,
             nothing=(None,) * len(wiring.shapes[place]),
         )
@@ -159,21 +179,57 @@ def _dtypes(wiring: Wiring) -> dict[Link, torch.dtype]:
     return {(place, nr): wide(dtype) for place, dtypes in enumerate(wiring.dtypes) for nr, dtype in enumerate(dtypes)}
 
 
-def look_up(rows: Sequence[Row], order: Sequence[int], table: RuleTable, fallback: Rule | None = None) -> Rules:
+def look_up(rows: Sequence[Row], wiring: Wiring, table: RuleTable, fallback: Rule | None = None) -> Rules:
     """The rule of every place; raises one error that lists all that are missing."""
+    rules, missing, hidden = _found(rows, wiring, table, fallback)
+    if missing:
+        raise MissingRuleError(missing, hiding=hidden)
+    return rules
+
+
+def _found(
+    rows: Sequence[Row], wiring: Wiring, table: RuleTable, fallback: Rule | None
+) -> tuple[Rules, Counter[str], Counter[str]]:
+    """The rules, which are missing, and which of these nodes hide a graph."""
     rules: list[Rule | None] = [None] * len(rows)
+    hidden = hiding(rows)  # also beside the way: what is wanted may be used in there
     missing: Counter[str] = Counter()
-    for place in order:
+    for place in wiring.order:
         name, kind, _, _ = rows[place]
         rule = table.find(name, function_of(kind))
         if rule is None and name != LEAF and name not in OPAQUE and not name.endswith(COMPLEX):
             rule = fallback
         if rule is None and name != LEAF:
             missing[name] += 1
+        if isinstance(rule, Composite):
+            _, inner, inner_hidden = _found(rule.rows, rule.wiring(wiring.wanted[place]), table, fallback)
+            missing, hidden = missing + inner, hidden + inner_hidden
         rules[place] = rule
-    if missing:
-        raise MissingRuleError(missing)
-    return tuple(rules)
+    return tuple(rules), missing | hidden, hidden
+
+
+def _is_composite(rule: Rule | None) -> bool:
+    return isinstance(rule, Composite)
+
+
+def _inner(place: int, loss: Set[int] | None, question: Question, fallback: Rule | None) -> Inner:
+    """How the pass goes through the graph that this place stands for."""
+    name = question.method.name
+    assert name is not None
+    own = tuple(nr for border, nr in question.borders if border == place)
+    if loss is not None and place in loss and question.borders:  # nothing of it is network
+        name = "hesscale"
+    elif loss is not None and place not in loss and not own:  # nothing of it is loss
+        own = NETWORK
+    missing = "raise" if fallback is None else "exact" if isinstance(fallback, ByAutograd) else "sample"
+    return Inner(name, own if question.method.gauss_newton else (), missing, question.rank)
+
+
+def _refuse_loss_outside(wiring: Wiring, rules: Rules, composite: Sequence[int]) -> None:
+    """ValueError unless the whole loss, and all that lies behind it, is in one of these places."""
+    stops = [place for place in wiring.order if rules[place] is not None]
+    if stops[-1] != composite[0] or composite[0] in behind_nonlinear(wiring, rules):
+        raise ValueError(_LOSS_OUTSIDE)
 
 
 def _network(rows: Sequence[Row], wiring: Wiring, rules: Rules, question: Question) -> set[int]:

@@ -7,13 +7,13 @@ ones, which gives f', and g, which gives the f'g that is differentiated once mor
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from .graph import LEAF, Edge, Graph, Link
+from .graph import Graph, Link
 from .rules.calculus import View, added, differentiate, pull
 from .rules.families import Rule
 from .wiring import Wiring
@@ -32,14 +32,19 @@ class Region:
     sources: tuple[Link, ...]
 
 
-def find_regions(wiring: Wiring, rules: Rules, barriers: Set[Link]) -> dict[int, Region]:
-    """The regions of a graph, each under the place where its paths meet. Edges in ``barriers`` stay outside."""
+def find_regions(
+    wiring: Wiring, rules: Rules, barriers: Set[Link] = frozenset(), whole: Set[int] = frozenset()
+) -> dict[int, Region]:
+    """The regions of a graph, each under the place where its paths meet.
+
+    Edges in ``barriers`` stay outside. Regions that begin at a place in ``whole`` are not cut at their joints.
+    """
     regions: dict[int, Region] = {}
     absorbed: set[int] = set()
     for place in wiring.order:
         if place in absorbed or len(wiring.edges[place]) < 2 or not _is_pointwise(place, wiring, rules):
             continue
-        region = _grow(place, wiring, rules, barriers)
+        region = _grow(place, wiring, rules, barriers, is_whole=place in whole)
         if region is not None:
             regions[place] = region
             absorbed.update(region.places)
@@ -48,50 +53,72 @@ def find_regions(wiring: Wiring, rules: Rules, barriers: Set[Link]) -> dict[int,
 
 def _is_pointwise(place: int, wiring: Wiring, rules: Rules) -> bool:
     rule = rules[place]
-    if rule is None or not rule.pointwise:
+    if rule is None or not rule.pointwise or len(wiring.shapes[place]) > 1:
         return False
     # a broadcast input is summed over places, where the first derivatives of several places would mix
     output = wiring.shapes[place][0]
     return all(shape is None or shape == output for shape in wiring.wanted[place])
 
 
-def _grow(sink: int, wiring: Wiring, rules: Rules, barriers: Set[Link]) -> Region | None:
-    """Absorbs producers that only the region consumes, until one source is left or nothing more can be absorbed.
-
-    ``met`` holds the open edges, and whether several paths from the sink have met there or on the way.
-    """
-    met: dict[Link, bool] = {}
+def _grow(sink: int, wiring: Wiring, rules: Rules, barriers: Set[Link], *, is_whole: bool) -> Region | None:
+    """Absorbs producers that only the region consumes, until one source is left or nothing more can be absorbed."""
+    sources: dict[Link, None] = {}
     arrived: dict[int, int] = {}
-    complete: list[Link] = []  # open edges that nothing outside the region reads
+    complete: list[Link] = []  # sources that nothing outside the region reads
     places = [sink]
 
-    def open_inputs(place: int, already_met: bool) -> None:
+    def open_inputs(place: int) -> None:
         for link in wiring.edges[place]:
             if link is not None:
-                met[link] = already_met or link in met
+                sources[link] = None
                 arrived[link[0]] = arrived.get(link[0], 0) + 1
                 if arrived[link[0]] == wiring.consumers[link[0]]:
                     complete.append(link)
 
-    open_inputs(sink, False)
-    while len(met) > 1 and complete and len(places) < _LARGEST:
+    open_inputs(sink)
+    while len(sources) > 1 and complete and len(places) < _LARGEST:
         link = complete.pop()
         if link not in barriers and _is_pointwise(link[0], wiring, rules):
             places.append(link[0])
-            open_inputs(link[0], met.pop(link))
-    meetings = {link for link, several in met.items() if several}
-    return _trimmed(meetings, places, wiring) if meetings else None
+            del sources[link]
+            open_inputs(link[0])
+    return _trimmed(places if is_whole else _without_joints(places, wiring), wiring)
 
 
-def _trimmed(meetings: set[Link], places: list[int], wiring: Wiring) -> Region:
-    """The region without the nodes that do not lead to a meeting: those go their ordinary way."""
+def _links(places: Iterable[int], wiring: Wiring) -> list[Link]:
+    return [link for place in places for link in wiring.edges[place] if link is not None]
+
+
+def _without_joints(places: list[int], wiring: Wiring) -> list[int]:
+    """The region without what is behind one of its tensors only: of that tensor it is a function like any other.
+
+    What is cut off may be a region of its own; the fewer nodes and sources one has, the less there is to differentiate.
+    """
+    for joint in places[1:]:
+        behind = {joint}
+        for place in places:  # consumers first
+            if place in behind:
+                behind.update(link[0] for link in _links([place], wiring) if link[0] in places)
+        rest = [place for place in places if place not in behind]
+        if joint in places and not {*_links(rest, wiring)} & {*_links(behind, wiring)}:
+            places = rest
+    return places
+
+
+def _trimmed(places: list[int], wiring: Wiring) -> Region | None:
+    """The region without the nodes that do not lead to a meeting, which go their ordinary way; None if none is left."""
+    met: dict[Link, bool] = {}  # whether several paths from the sink have met there or on the way
+    for place in places:
+        for link in _links([place], wiring):
+            met[link] = link in met or met.get((place, 0), False)
     inside: set[int] = set()
     for place in reversed(places):
-        if any(link is not None and (link in meetings or link[0] in inside) for link in wiring.edges[place]):
+        if any(met[link] or link[0] in inside for link in _links([place], wiring)):
             inside.add(place)
+    if not inside:
+        return None
     kept = tuple(place for place in places if place in inside)
-    links = (link for place in kept for link in wiring.edges[place] if link is not None and link[0] not in inside)
-    return Region(kept, tuple(dict.fromkeys(links)))
+    return Region(kept, tuple(dict.fromkeys(link for link in _links(kept, wiring) if link[0] not in inside)))
 
 
 def region_curvatures(
@@ -113,28 +140,26 @@ def region_curvatures(
     first = _pull_back(region, graph, torch.ones_like(seed), half)
     with torch.enable_grad():
         weighted = {} if g is None else _pull_back(region, graph, g, half)
-    sources = [graph.edge(link) for link in region.sources]
-    ends = [node for node, _ in sources if node.name() != LEAF]
-    sink = graph.nodes[region.places[0]]
-    inside = (edge for edge in first if edge not in sources and edge[0] is not sink and graph.link(edge) in also)
+    links = {link for place in region.places for link in graph.rows[place][2] if link is not None}
+    behind = [graph.nodes[place] for place, _ in links if place not in region.places]
+    inside = (link for link in first.keys() & also if link[0] in region.places[1:])
     results: list[tuple[Link, Tensor | None]] = []
-    for edge in (*sources, *inside):
-        transport = None if s is None or edge not in first else s * first[edge].square()
-        bend = differentiate(weighted.get(edge), edge, fixed=ends)
-        results.append((graph.link(edge), added(transport, bend)))
+    for link in (*region.sources, *inside):
+        transport = None if s is None or link not in first else s * first[link].square()
+        bend = differentiate(weighted.get(link), graph.edge(link), fixed=behind)
+        results.append((link, added(transport, bend)))
     return results
 
 
-def _pull_back(region: Region, graph: Graph, grad: Tensor, half: Set[int]) -> dict[Edge, Tensor]:
+def _pull_back(region: Region, graph: Graph, grad: Tensor, half: Set[int]) -> dict[Link, Tensor]:
     """d(Σ grad·y) at every edge of the region."""
-    arrived: dict[Edge, Tensor] = {(graph.nodes[region.places[0]], 0): grad}
+    arrived: dict[Link, Tensor] = {(region.places[0], 0): grad}
     for place in region.places:
-        node = graph.nodes[place]
-        if (node, 0) not in arrived:
+        own = arrived.get((place, 0))
+        if own is None:
             continue
-        seen = View(node) if place in half else node
-        for (child, nr), pulled in zip(node.next_functions, pull(seen, arrived[node, 0]), strict=True):
-            if child is not None and pulled is not None:
-                edge = (child, nr)
-                arrived[edge] = arrived[edge] + pulled if edge in arrived else pulled
+        node = graph.nodes[place]
+        for link, pulled in zip(graph.rows[place][2], pull(View(node) if place in half else node, own), strict=True):
+            if link is not None and pulled is not None:
+                arrived[link] = arrived[link] + pulled if link in arrived else pulled
     return arrived

@@ -14,9 +14,11 @@ from .backward import diagonal
 from .columns.dial import Rank
 from .double_backward import refuse_wrong_derivatives, unfused
 from .double_backward import twice_differentiable as twice_differentiable
-from .estimators.problem import outputs, without_traces
+from .estimators.problem import loss_of, outputs, without_traces
+from .recomputing import recomputed_once
 
 
+@recomputed_once()
 def exact_diagonal(y: Tensor, inputs: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
     """The exact diagonal of the Hessian of a scalar ``y`` at each of ``inputs``, by one double backward per entry.
 
@@ -136,7 +138,7 @@ def compare_with_exact(
 
     def loss() -> Tensor:
         torch.random.set_rng_state(state)
-        return loss_fn(outputs(model, inputs), targets)
+        return loss_of(loss_fn, outputs(model, inputs), targets)
 
     pairs: dict[str, tuple[Tensor, Tensor]] = {}
     generator, signs = (torch.Generator().manual_seed(seed) for _ in range(2))
@@ -144,11 +146,13 @@ def compare_with_exact(
         with unfused(model):
             estimates = diagonal(loss(), list(named.values()), method=method, rank=rank, generator=signs)
         with twice_differentiable(model):
-            grads = torch.autograd.grad(loss(), list(named.values()), create_graph=True, allow_unused=True)
-        for (name, p), grad, estimate in zip(named.items(), grads, estimates, strict=True):
-            if grad is not None and estimate is not None:
-                places = torch.randperm(p.numel(), generator=generator)[:entries]
-                pairs[name] = estimate.reshape(-1)[places.to(p.device)], _entries(grad, p, places)
+            exact = loss()
+            with recomputed_once():
+                grads = torch.autograd.grad(exact, list(named.values()), create_graph=True, allow_unused=True)
+                for (name, p), grad, estimate in zip(named.items(), grads, estimates, strict=True):
+                    if grad is not None and estimate is not None:
+                        places = torch.randperm(p.numel(), generator=generator)[:entries]
+                        pairs[name] = estimate.reshape(-1)[places.to(p.device)], _entries(grad, p, places)
     rounding = max((10 * torch.finfo(t.dtype).eps * float(t.abs().max()) for _, t in pairs.values()), default=0.0)
     return {name: _compared(*(t.where(t.abs() > rounding, 0.0) for t in pair)) for name, pair in pairs.items()}
 

@@ -20,10 +20,11 @@ from . import leaves
 from .columns.dial import Dial
 from .fast.workspace import Workspace, use_workspace, workspace_of
 from .graph import Graph, Link
-from .plan import Method, Plan, Stop, make_plan
+from .plan import Plan, Stop
+from .recomputing import keep_recomputed
 from .regions import region_curvatures
 from .rules.calculus import View, added, widened
-from .rules.families import Curvatures, Rebuilt
+from .rules.families import Curvatures
 from .traced import is_traced
 
 _TWO_LOSSES = "two attached losses meet in one backward pass: add the losses first, then attach their sum, once"
@@ -36,9 +37,9 @@ class Arrival(NamedTuple):
 
     leaf: Tensor
     link: Link  # where its curvature is going to wait
-    continues: bool  # its curvature so far belongs to its gradient so far
     grad: Tensor | None  # before the pass
     copy: Tensor | None  # of that, since torch adds to it in place
+    curvature: Tensor | None  # before the pass
 
 
 @final
@@ -58,7 +59,6 @@ class Walk:
         starts_later: bool = False,
         writes_to: Sequence[Tensor] = (),  # targets that get a gradient and curvature, rather than ``results``
         dial: Dial | None = None,  # carries columns beside the diagonal
-        is_inner: bool = False,  # within another pass, whose scratch memory it shares
     ) -> None:
         self._half = graphs.prepare_saved(graph)
         self._plan = plan
@@ -70,7 +70,6 @@ class Walk:
         self._pending: dict[Link, Tensor] = {}
         self._arrivals: list[Arrival] = []
         self._handles: list[Any] = []
-        self._is_inner = is_inner
         self._workspace_before: Workspace | None = None
         self.scope: Callable[[], AbstractContextManager[None]] = nullcontext
         self._is_mixed = False  # g may be in half precision, or have a graph of its own
@@ -100,8 +99,8 @@ class Walk:
             found: Iterable[tuple[Link | None, Tensor | None]] = zip(stop.inputs, map(added, moved, rest), strict=True)
         elif stop.region is not None:
             found = region_curvatures(stop.region, graph, s[0], g[0], also=self._plan.targets, half=self._half)
-        elif isinstance(stop.rule, Rebuilt):
-            found = zip(stop.inputs, _walk_rebuilt(stop.rule, seen, s, g, self._plan.method), strict=True)
+        elif stop.is_composite:
+            found = zip(stop.inputs, stop.rule(node, s, grads, stop.wanted), strict=True)
         else:
             found = zip(stop.inputs, stop.rule(seen, s, g, stop.wanted), strict=True)
         for link, curvature in found:
@@ -131,7 +130,7 @@ class Walk:
                 return
             self._half = graphs.prepare_saved(self._graph)
         self._prepare(grads)
-        if reached and not self._is_inner:
+        if reached:
             self._workspace_before = use_workspace(workspace_of(nodes[reached[0]].variable))
         for place in reached:
             self._expect(nodes[place].variable, (place, 0))
@@ -145,6 +144,7 @@ class Walk:
     def _prepare(self, grads: Sequence[Tensor | None]) -> None:
         """Claims the running backward, and finds out how it computes."""
         self._refuse_second()
+        keep_recomputed(self)
         graphs.when_backward_ends(self._finish)
         self.scope = nullcontext if graphs.is_plain_mode() else graphs.plain_mode
         self._is_recorded = torch.is_grad_enabled()
@@ -155,8 +155,9 @@ class Walk:
 
     def _expect(self, leaf: Tensor, link: Link) -> None:
         grad = leaf.grad
-        continues, copy = (False, None) if grad is None else (leaves.continues(leaf), grad.detach().clone())
-        self._arrivals.append(Arrival(leaf, link, continues, grad, copy))
+        copy = None if grad is None else grad.detach().clone()
+        self._arrivals.append(Arrival(leaf, link, grad, copy, getattr(leaf, "curvature", None)))
+        leaves.drop_if_cleared(leaf)
 
     def _refuse_second(self) -> None:
         """Two walks in one backward would each see all of the gradient, but only their own curvature."""
@@ -171,24 +172,14 @@ class Walk:
     def _finish(self) -> None:
         """Writes ``p.curvature`` wherever torch has written ``p.grad``."""
         taken = self._foreign_storages()
-        if self._arrivals:
-            leaves.clear_orphans()
         for arrival in self._arrivals:
             leaf, s = arrival.leaf, self._at(arrival.link)
             if s is not None or leaf.grad is not None:
-                to_old = arrival.continues and self._was_added_to(arrival)
-                leaves.add(leaf, leaves.owned(s, leaf, taken), to_old=to_old, method=self._plan.method.name)
+                leaves.add(leaf, leaves.owned(s, leaf, taken), method=self._plan.method.name)
         if self._plan.targets:
             _remove_all(self._handles)
         else:
             self._forget()
-
-    def _was_added_to(self, arrival: Arrival) -> bool:
-        """Whether torch has added to the gradient that was there; a hook may have cleared it in the meantime."""
-        leaf, before = arrival.leaf, arrival.grad
-        # elsewhere torch makes a new tensor of the sum
-        in_place = leaf.is_leaf and not self._is_recorded and before is not None and before.layout is torch.strided
-        return leaf.grad is before or not in_place
 
     def results(self, targets: Sequence[Tensor], are_reached: Sequence[bool]) -> tuple[Tensor | None, ...]:
         """The curvature at each target, zeros where none arrived, None where the target was not reached."""
@@ -220,12 +211,15 @@ class Walk:
         _remove_all(self._handles)
 
     def abort(self) -> None:
-        """Undoes what the pass has done so far: hooks and gradients (curvature is written at the end only)."""
+        """Undoes what the pass has done so far: hooks, gradients, and curvature that was dropped."""
         for arrival in self._arrivals:
             if arrival.grad is not None and arrival.copy is not None:
                 with torch.no_grad():
                     arrival.grad.copy_(arrival.copy)
-            arrival.leaf.grad = arrival.grad
+            leaf: Any = arrival.leaf
+            leaf.grad = arrival.grad
+            if arrival.curvature is not None:
+                leaf.curvature = arrival.curvature
         self.disarm()
         self._forget()
 
@@ -235,9 +229,8 @@ class Walk:
         self._arrivals.clear()
         if self._dial is not None:
             self._dial.squares.clear()
-        if not self._is_inner:
-            use_workspace(self._workspace_before)
-            self._workspace_before = None
+        use_workspace(self._workspace_before)
+        self._workspace_before = None
         if self._starts_later:
             self._graph = None
 
@@ -259,28 +252,3 @@ def _remove_all(handles: list[Any]) -> None:
     for handle in handles:
         handle.remove()
     handles.clear()
-
-
-def _walk_rebuilt(rule: Rebuilt, node: Any, s: Curvatures, g: Curvatures, method: Method) -> Curvatures:
-    """The curvature of a fused node's inputs: a walk of its own over the steps the node is made of."""
-    with torch.enable_grad():
-        outputs, inputs = rule.rebuild(node)
-        y = torch.cat([output.reshape(-1) for output in outputs])
-    sources = [leaf for leaf in inputs if leaf is not None and leaf.requires_grad]
-    curvature, gradient = (_joined(seeds, outputs) for seeds in (s, g))
-    targets = [graphs.edge_of(leaf) for leaf in sources]
-    # without g there is no residual anywhere, which is how Gauss-Newton walks behind the loss
-    plan, graph = make_plan(y, Method(method.rules, gauss_newton=gradient is None), seeded=True, targets=targets)
-    walk = Walk(plan, graph, curvature, is_inner=True)
-    torch.autograd.grad(y, sources, torch.zeros_like(y) if gradient is None else gradient, allow_unused=True)
-    walk.disarm()
-    found = dict(zip(map(id, sources), walk.results(sources, [True] * len(sources)), strict=True))
-    return [None if leaf is None else found.get(id(leaf)) for leaf in inputs]
-
-
-def _joined(seeds: Curvatures, outputs: Sequence[Tensor]) -> Tensor | None:
-    """The seeds of several outputs in one vector; None if there are none."""
-    if all(seed is None for seed in seeds):
-        return None
-    pairs = zip(seeds, outputs, strict=True)
-    return torch.cat([(torch.zeros_like(out) if seed is None else seed).reshape(-1) for seed, out in pairs])

@@ -114,6 +114,35 @@ def test_a_subnetwork_may_be_chosen(theirs: Any) -> None:
     torch.testing.assert_close(found.diag(x, y)[1], whole.diag(x, y)[1][indices])
 
 
+@pytest.mark.parametrize("likelihood", LOSSES)
+def test_a_subnetwork_is_fitted_and_predicts(theirs: Any, likelihood: str) -> None:
+    model, indices = network(likelihood), torch.tensor([0, 5, 40])
+    how = {"subset_of_weights": "subnetwork", "subnetwork_indices": indices, "hessian_structure": "diag"}
+    ours, own = (
+        theirs.Laplace(model, likelihood, **how, **options)
+        for options in ({"backend": backend(), "backend_kwargs": {"method": "ggn"}}, {})
+    )
+    for one in (ours, own):
+        one.fit(DataLoader(TensorDataset(*data_of(likelihood)), batch_size=6))
+    torch.testing.assert_close(ours.posterior_precision, own.posterior_precision, rtol=1e-6, atol=1e-6)
+    x = data_of(likelihood)[0]
+    for mine, other in zip(_as_tuple(ours(x)), _as_tuple(own(x)), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("structure", ["full", "kron"])
+def test_whole_matrices_are_refused(theirs: Any, structure: str) -> None:
+    found = theirs.Laplace(
+        network("classification"),
+        "classification",
+        subset_of_weights="all",
+        hessian_structure=structure,
+        backend=backend(),
+    )
+    with pytest.raises(NotImplementedError, match="pass hessian_structure='diag'"):
+        found.fit(DataLoader(TensorDataset(*data_of("classification")), batch_size=6))
+
+
 def test_without_it_one_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "hesscale.applications.laplace_torch", raising=False)
     for name in [name for name in sys.modules if name == "laplace" or name.startswith("laplace.")]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hesscale
-from hesscale import compiled
+from hesscale.double_backward import unfused
 
 from ..rules.case import Case
 
@@ -70,7 +70,7 @@ def vectors(count: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Ten
     return torch.randn(count, 4, generator=generator, dtype=dtype), torch.randint(3, (count,), generator=generator)
 
 
-def assert_same(ours: nn.Module, eager: nn.Module, check: Callable[[Any, Any], bool] = torch.equal) -> None:
+def assert_same(ours: nn.Module, eager: nn.Module, check: Callable[[Any, Any], bool]) -> None:
     """Parameters, gradients, curvature and buffers."""
     for (name, p), q in zip(ours.named_parameters(), eager.parameters(), strict=True):
         assert check(p, q), name
@@ -81,7 +81,35 @@ def assert_same(ours: nn.Module, eager: nn.Module, check: Callable[[Any, Any], b
         assert check(p, q[1]), name
 
 
-def pair(model: nn.Module, **options: Any) -> tuple[nn.Module, nn.Module, compiled.Step]:
-    """A model, its twin, and the step of the former."""
+def compiled(function: Any, *, backend: str = "aot_eager", **options: Any) -> Any:
+    """``torch.compile`` by hesscale, whose pieces another backend compiles."""
+    return torch.compile(function, backend="hesscale", options={"backend": backend}, **options)
+
+
+def close(tolerance: float = 1e-10) -> Callable[[Any, Any], bool]:
+    return lambda a, b: torch.allclose(a, b, rtol=tolerance, atol=tolerance)
+
+
+def compare(
+    model: nn.Module,
+    *batches: Any,
+    loss_fn: Callable[..., Tensor] = cross_entropy,
+    whole: bool = False,
+    check: Callable[[Any, Any], bool] = close(),  # noqa: B008
+    compile_options: Mapping[str, Any] = {},
+    **options: Any,
+) -> nn.Module:
+    """Passes of a compiled model, or of the whole loss compiled, accumulate what eager ones do. Returns the model."""
     twin = copy.deepcopy(model)
-    return model, twin, hesscale.compile(cross_entropy, model, **{"backend": "eager", **options})
+    ours = compiled(loss_fn if whole else model, **compile_options)
+    for number, batch in enumerate(batches):
+        torch.manual_seed(number)  # of random signs
+        loss = ours(model, *batch) if whole else loss_fn(ours, *batch)
+        hesscale.backward(loss, **options)
+        torch.manual_seed(number)
+        with unfused(twin):
+            expected = loss_fn(twin, *batch)
+        hesscale.backward(expected, **options)
+        assert check(loss.detach(), expected.detach())
+        assert_same(model, twin, check)
+    return model

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from torch.nn import functional as F
 from torch.nn.utils import prune
 
 import hesscale
+from hesscale.applications.laplace import laplace
+from hesscale.applications.over_batches import derivatives_over, diagonal_over
 from hesscale.estimators import ESTIMATORS
 
 from .cases import BY_NAME, CASES, Case, mlp, numbers
@@ -247,3 +250,38 @@ def test_what_a_model_remembers_without_a_graph_stays_together() -> None:
         assert model.hidden is None and not hasattr(model, "last")
         assert model.length == rows and model.cached is not None and len(model.cached) == rows
     copy.deepcopy(model)
+
+
+def of_model_and_batch(model: Any, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+WRONG_SIGNATURES: dict[str, Any] = {
+    "of model and batch": of_model_and_batch,
+    "of three": lambda outputs, targets, weights: outputs.sum(),
+    "of one": lambda outputs: outputs.sum(),
+}
+CALLS: dict[str, Callable[..., Any]] = {
+    "estimate": lambda *call: hesscale.estimate("hesscale", *call),
+    "estimate_over": lambda model, loss_fn, batch: hesscale.estimate_over("ggn", model, loss_fn, [batch]),
+    "compare_with_exact": hesscale.testing.compare_with_exact,
+    "laplace": lambda model, loss_fn, batch: laplace(model, loss_fn, [batch]),
+    "prune": lambda model, loss_fn, batch: diagonal_over(model, loss_fn, [batch]),
+    "gradients": lambda model, loss_fn, batch: derivatives_over(model, loss_fn, [batch]),
+}
+
+
+@pytest.mark.parametrize("loss_fn", WRONG_SIGNATURES.values(), ids=WRONG_SIGNATURES.keys())
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
+def test_a_loss_function_of_other_arguments_is_told_its_own(call: Callable[..., Any], loss_fn: Any) -> None:
+    batch = torch.randn(5, 3), torch.randint(2, (5,))
+    with pytest.raises(TypeError, match=r"loss_fn\(outputs, targets\).*not as loss_fn\(model, batch\): "):
+        call(nn.Linear(3, 2), loss_fn, batch)
+
+
+def test_errors_within_a_loss_function_are_its_own() -> None:
+    def with_an_error(outputs: Tensor, targets: Tensor) -> Tensor:
+        return len(outputs) + len(0)  # type: ignore[arg-type]
+
+    with pytest.raises(TypeError, match=r"^object of type 'int' has no len\(\)"):
+        hesscale.estimate("hesscale", nn.Linear(3, 2), with_an_error, (torch.randn(5, 3), torch.zeros(5)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.nn import functional as F
 import hesscale
 from hesscale.columns import sampled
 from hesscale.columns.sampled import Draws, sampled_gauss_newton
+from hesscale.estimators import ESTIMATORS
 
 from . import reference
 from .cases import BY_NAME, Case, mlp, numbers
@@ -199,6 +201,61 @@ def test_what_only_looks_like_a_likelihood_is_an_error(name: str, method: str) -
     case = BY_NAME["mlp-mse"]
     with pytest.raises(ValueError, match=f"no likelihood to draw from: .*{message}"):
         hesscale.estimate(method, case.model, loss_fn, case.batch)
+
+
+PENALTIES: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {  # and second derivatives
+    "square": (lambda p: 0.1 * p.square().sum(), lambda p: torch.full_like(p, 0.2)),
+    "power": (lambda p: (p**4).mean() / 2, lambda p: 6 * p.square() / p.numel()),
+    "absolute": (lambda p: p.abs().sum() - 1, torch.zeros_like),
+    "norm": (lambda p: 2 * p.norm(), lambda p: 2 / p.norm() - 2 * p.square() / p.norm() ** 3),
+}
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+@pytest.mark.parametrize("method", ["ggn_mc", "kfac"])
+@pytest.mark.parametrize("name", PENALTIES)
+def test_a_penalty_on_parameters_adds_its_own_diagonal(name: str, method: str, samples: int) -> None:
+    penalty, second = PENALTIES[name]
+    case = BY_NAME["mlp"]
+    params = dict(case.model.named_parameters())
+
+    def penalized(y: Tensor, t: Tensor) -> Tensor:
+        return case.loss_fn(y, t) + torch.stack([*map(penalty, params.values())]).sum()
+
+    expected = draw(method, case, samples, seed=4) + flat({key: second(p.detach()) for key, p in params.items()})
+    found = draw(method, replace(case, loss_fn=penalized), samples, seed=4)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("method", ["ggn_mc", "kfac"])
+def test_a_penalty_that_is_no_function_of_each_parameter_is_an_error(method: str) -> None:
+    case = BY_NAME["mlp"]
+    weight = next(case.model.parameters())
+    losses = (
+        lambda y, t: case.loss_fn(y, t) + (weight * weight).sum(),
+        lambda y, t: case.loss_fn(y, t) + weight.square().sum().sqrt(),
+    )
+    for loss_fn in losses:
+        with pytest.raises(ValueError, match=r"ends in (Mul|Sqrt)Backward0.*A penalty beside one has to be"):
+            hesscale.estimate(method, case.model, loss_fn, case.batch)
+
+
+EMPTY: dict[str, tuple[nn.Module, tuple[int, ...], Callable[..., Tensor], tuple[int, ...]]] = {
+    "layers": (nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), (3,), F.mse_loss, (2,)),
+    "classes": (nn.Linear(3, 2), (3,), lambda y, t: -(t * y.log_softmax(1)).sum(), (2,)),
+    "places": (nn.Conv2d(1, 2, 3), (1, 5, 5), lambda y, t: -(t * y.log_softmax(1)).mean(), (2, 3, 3)),
+    "coins": (nn.Linear(3, 1), (3,), F.binary_cross_entropy_with_logits, (1,)),
+}
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+@pytest.mark.parametrize("method", ESTIMATORS)
+@pytest.mark.parametrize("name", EMPTY)
+def test_an_empty_batch_has_no_curvature(name: str, method: str, samples: int) -> None:
+    model, inputs, loss_fn, targets = EMPTY[name]
+    batch = torch.zeros(0, *inputs), torch.zeros(0, *targets)
+    found = hesscale.estimate(method, model, loss_fn, batch, samples=samples)
+    assert all(not s.any() for s in found.values())
 
 
 WEIGHT = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)

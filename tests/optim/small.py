@@ -92,5 +92,5 @@ def moved_by(
     for step in range(steps):
         feed(params, step)
         optimizer.step()
-    averages = [optimizer.state[p][name] for p in params for name in ("exp_avg", "exp_curvature")]
+    averages = [optimizer.state[p][name] for p in params for name in ("exp_avg", "mean_curvature")]
     return [*(p.detach() for p in params), *averages]

@@ -29,7 +29,7 @@ def test_averages_of_half_precision_are_loaded_as_they_were(dtype: torch.dtype) 
     other.register_load_state_dict_post_hook(lambda it: seen.append(it.state[q]["exp_avg"].dtype))
     other.load_state_dict(saved_and_loaded(optimizer.state_dict()))
     assert seen == [torch.float32]
-    for name in ("exp_avg", "exp_curvature"):
+    for name in ("exp_avg", "mean_curvature"):
         assert torch.equal(other.state[q][name], optimizer.state[p][name])
         assert other.state[q][name] is not optimizer.state[p][name]
     steps(optimizer, p, range(3, 6))
@@ -72,7 +72,7 @@ def test_the_state_of_adam_is_taken_over(kind: Any, options: dict[str, Any]) -> 
         state = optimizer.state[p]
         assert torch.equal(state["exp_avg"], adam.state[p]["exp_avg"])
         assert (state["step"].item(), state["refreshes"]) == (4.0, 0)
-        assert not state["exp_curvature"].any()
+        assert not state["mean_curvature"].any()
     before, m = parameters(model), [adam.state[p]["exp_avg"].clone() for p in model.parameters()]
     optimizer.zero_grad()
     optimizer.backward(loss_of(model, 9))

@@ -149,7 +149,7 @@ def test_non_finite_values_raise_before_anything_moves(bad: float, which: str, f
     model = network()
     optimizer = hesscale.AdaHesScale(model.named_parameters(), foreach=foreach)
     train(model, optimizer, range(2))
-    before, state = parameters(model), optimizer.state_dict()["state"][0]["exp_curvature"].clone()
+    before, state = parameters(model), optimizer.state_dict()["state"][0]["mean_curvature"].clone()
     optimizer.zero_grad()
     optimizer.backward(loss_of(model))
     getattr(model[2].weight, which)[1, 2] = bad
@@ -157,7 +157,7 @@ def test_non_finite_values_raise_before_anything_moves(bad: float, which: str, f
     with pytest.raises(RuntimeError, match=rf"the {word} of 2\.weight is not finite"):
         optimizer.step()
     assert_same(parameters(model), before)
-    assert torch.equal(optimizer.state_dict()["state"][0]["exp_curvature"], state)
+    assert torch.equal(optimizer.state_dict()["state"][0]["mean_curvature"], state)
     train(model, optimizer, [2])  # and goes on
 
 

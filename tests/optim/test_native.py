@@ -233,7 +233,7 @@ def test_a_saved_tensor_that_a_step_changed_is_noticed() -> None:
     optimizer.step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-    versions = [tensor._version for tensor in (p, *(optimizer.state[p][key] for key in ("exp_avg", "exp_curvature")))]
+    versions = [tensor._version for tensor in (p, *(optimizer.state[p][key] for key in ("exp_avg", "mean_curvature")))]
     assert versions == [1, 1, 1]
 
 

@@ -198,9 +198,3 @@ def test_rank_is_refused_where_there_are_no_columns(preset: type[CurvatureScaled
         preset(nn.Linear(2, 2).parameters(), rank=1)
     with pytest.raises(ValueError, match="rank"):
         hesscale.AdaHesScale(nn.Linear(2, 2).parameters(), rank=-1)
-
-
-def test_what_cannot_be_compiled_is_refused() -> None:
-    model = nn.Linear(2, 2)
-    with pytest.raises(ValueError, match="can be compiled"):
-        hesscale.AdaHessian(model.parameters()).compile(lambda m, x: m(x).sum(), model)

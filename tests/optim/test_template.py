@@ -92,10 +92,8 @@ def test_with_the_gradient_for_curvature_it_is_adam(
         feed(theirs, step)
         optimizer.step()
         adam.step()
-    if options and not options.get("capturable"):
-        assert_same(ours, theirs)
-    else:  # there torch orders the operations differently too; native.cpp does always
-        assert_close(ours, theirs, {torch.float64: 1e-12, torch.float32: 1e-6}[dtype])
+    # not bit for bit: a root of V is kept here, V itself there
+    assert_close(ours, theirs, {torch.float64: 1e-12, torch.float32: 1e-6}[dtype])
 
 
 @pytest.mark.parametrize("dtype", HALF)
@@ -117,7 +115,7 @@ def test_in_half_precision_it_is_adam_in_single_rounded_after_each_step(
                 q.copy_(q.to(dtype))
     tolerance = 0.0 if options.keys() & {"foreach", "differentiable"} else torch.finfo(dtype).eps
     assert_close([p.detach() for p in ours], [q.detach().to(dtype) for q in wide], tolerance)
-    assert {optimizer.state[p][name].dtype for p in ours for name in ("exp_avg", "exp_curvature")} == {torch.float32}
+    assert {optimizer.state[p][name].dtype for p in ours for name in ("exp_avg", "mean_curvature")} == {torch.float32}
 
 
 def test_parameters_in_half_precision_move() -> None:
@@ -202,7 +200,7 @@ def test_the_trust_region_bounds_the_step() -> None:
         before = [p.detach().clone() for p in params]
         feed(params, step)
         optimizer.step()
-        c = [optimizer.state[p]["exp_curvature"].sqrt() for p in params]
+        c = [optimizer.state[p]["mean_curvature"] for p in params]
         u = [a - p.detach() for a, p in zip(before, params, strict=True)]
         length = sum(float((a * b * b).sum()) for a, b in zip(c, u, strict=True))
         assert 0.5 * length == pytest.approx(radius, rel=1e-9)
@@ -304,6 +302,9 @@ def test_a_source_makes_the_template_a_preset(source: Source, preset: type[Curva
         ({"lr": math.nan}, "lr"),
         ({"lr": torch.ones(2)}, "one element"),
         ({"eps": -1e-8}, "eps"),
+        ({"betas": (0.9,)}, "betas must be two numbers"),
+        ({"betas": (0.9, 0.9, 0.9)}, "betas must be two numbers"),
+        ({"betas": 0.9}, "betas must be two numbers"),
         ({"betas": (1.0, 0.9)}, "betas"),
         ({"betas": (0.9, -0.1)}, "betas"),
         ({"weight_decay": -0.1}, "weight_decay"),

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 import hesscale
 from hesscale.rules import RULES
-from hesscale.rules.families import Rebuilt
 
 from .case import constant, randn
 from .test_attention import plain
@@ -82,29 +81,47 @@ def test_batch_norm_on_gpus(name: str, training: bool) -> None:
     torch.testing.assert_close(tuple(found), hesscale.diagonal(y, (x, w, b), g, s), rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("residual", [True, False])
 @pytest.mark.parametrize("batch_first", [True, False])
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-def test_recurrent_layers_on_cuda(kind: Any, batch_first: bool) -> None:
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN_TANH", "RNN_RELU"])
+def test_recurrent_layers_on_cuda(kind: str, batch_first: bool, residual: bool) -> None:
     torch.manual_seed(0)
-    layer = kind(4, 5, 2, bidirectional=True, batch_first=batch_first).double()
+    mode = ("RNN_RELU", "RNN_TANH", "LSTM", "GRU").index(kind)
+    options = {"nonlinearity": kind[4:].lower()} if mode < 2 else {}
+    module: Any = getattr(nn, kind[:3] if mode < 2 else kind)
+    layer = module(4, 5, 2, bidirectional=True, batch_first=batch_first, **options).double()
     x = randn(3, 6, 4)
-    states = [randn(4, 3 if batch_first else 6, 5, seed=i) for i in range(2 if kind is nn.LSTM else 1)]
+    states = [randn(4, 3 if batch_first else 6, 5, seed=i) for i in range(2 if kind == "LSTM" else 1)]
+    flat = [p for group in layer.all_weights for p in group]
     made = node(
         "CudnnRnnBackward0",
-        3 + len(list(layer.parameters())),
-        **{"input": x, "weight": [p for group in layer.all_weights for p in group], "weight_stride0": 4},
-        **{"hx": states[0], "cx": states[1] if len(states) > 1 else None, "proj_size": 0, "num_layers": 2},
-        **{"mode": {nn.RNN: 1, nn.LSTM: 2, nn.GRU: 3}[kind], "batch_first": batch_first, "dropout": 0.0},
+        3 + len(flat),
+        **{"input": constant(x), "weight": [*map(constant, flat)], "weight_stride0": 4},
+        **{"hx": constant(states[0]), "cx": constant(states[1]) if len(states) > 1 else None, "proj_size": 0},
+        **{"mode": mode, "batch_first": batch_first, "dropout": 0.0, "num_layers": 2},
         **{"train": True, "bidirectional": True, "batch_sizes": ()},
     )
-    rule = RULES["CudnnRnnBackward0"]
-    assert isinstance(rule, Rebuilt)
-    outputs, leaves = rule.rebuild(made)
-    expected, last = layer(x, tuple(states) if len(states) > 1 else states[0])
-    last = last if isinstance(last, tuple) else (last,)
-    for ours, theirs in zip(outputs, (expected, *last), strict=False):
-        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
-    assert len(leaves) == len(made.next_functions)
+    inputs = [x, *flat, *states]
+    outputs, last = layer(x, tuple(states) if len(states) > 1 else states[0])
+    results = [outputs, *(last if isinstance(last, tuple) else (last,))]
+    (g, s), nothing = zip(*map(seeds, results), strict=True), [None] * (3 - len(results))
+    found = RULES[made.name()](
+        made,
+        [*s, *nothing],
+        [*g, *nothing] if residual else [None] * 3,
+        [tensor.shape for tensor in inputs] + [None] * (2 - len(states)),
+    )
+    y, gradient, curvature = (torch.cat([t.flatten() for t in each]) for each in (results, g, s))
+    expected = hesscale.diagonal(y, inputs, gradient if residual else torch.zeros_like(y), curvature)
+    torch.testing.assert_close(tuple(found[: len(inputs)]), expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("refused", [{"dropout": 0.1}, {"batch_sizes": (2, 1)}, {"proj_size": 3}])
+def test_what_a_kernel_on_cuda_does_not_tell(refused: dict[str, Any]) -> None:
+    saved = {"dropout": 0.0, "train": True, "num_layers": 2, "batch_sizes": (), "proj_size": 0} | refused
+    made = node("CudnnRnnBackward0", 11, batch_first=False, **saved)
+    with pytest.raises(NotImplementedError, match="cuDNN"):
+        RULES[made.name()](made, [torch.ones(1)] * 3, [None] * 3, [None] * 11)
 
 
 def test_grouped_products_of_experts() -> None:

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..estimators.api import Size, examples_in, inputs_and_targets, size_of
-from ..estimators.problem import LossFunction, outputs
+from ..estimators.problem import LossFunction, called, outputs
 from ..graph import tensors_in
 from .masks import alive
 from .over_batches import Batches, How, Progress, diagonal_over, on_device, reporter
@@ -150,7 +150,7 @@ class _Seen:
         if self._loss_fn is not None and count:
             with untouched(self._model), torch.no_grad():
                 found = outputs(self._model, inputs)
-                loss = float(self._loss_fn(found, targets))
+                loss = float(called(self._loss_fn, found, targets))
             if self._likelihood == "regression":
                 _refuse_other_scale(loss, found, targets)
             else:

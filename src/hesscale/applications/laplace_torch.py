@@ -6,7 +6,7 @@ la = Laplace(..., backend=HesScaleBackend, backend_kwargs={"method": "hesscale",
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -15,15 +15,18 @@ from ..columns.dial import Rank
 from ..estimators import estimate
 
 try:
-    from laplace.curvature import CurvatureInterface
+    from laplace.curvature import GGNInterface
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
         "hesscale.applications.laplace_torch needs laplace-torch: pip install 'hesscale[laplace]'", name=error.name
     ) from error
 
 
-class HesScaleBackend(CurvatureInterface):  # type: ignore[misc, unused-ignore]
-    """The diagonal of any method of ``hesscale.estimate``. Negative entries are set to zero, as a precision needs."""
+class HesScaleBackend(GGNInterface):  # type: ignore[misc, unused-ignore]
+    """The diagonal of any method of ``hesscale.estimate``. Negative entries are set to zero, as a precision needs.
+
+    It is an interface to the Gauss-Newton matrix since subnetworks take no other.
+    """
 
     def __init__(
         self,
@@ -47,6 +50,12 @@ class HesScaleBackend(CurvatureInterface):  # type: ignore[misc, unused-ignore]
         with torch.no_grad():
             loss = self._loss(self.model(x), y)
         return loss, h if self.subnetwork_indices is None else h[self.subnetwork_indices]
+
+    def full(self, *_: Any, **__: Any) -> NoReturn:
+        """There is none."""
+        raise NotImplementedError("HesScaleBackend knows diagonals only: pass hessian_structure='diag'")
+
+    kron = full
 
     def _loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         loss: Tensor = self.factor * self.lossfunc(outputs, targets)

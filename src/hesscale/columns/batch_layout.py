@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..graph import Edge, Graph
+from ..graph import Edge, Graph, function_of
 from ..rules import RULES
-from ..rules.families import signed
+from ..rules.families import Rule, signed
 from ..wiring import Wiring
 
 Shape = Sequence[int]
@@ -110,11 +110,17 @@ def _joined(first: Layout, second: Layout, size: int) -> Layout:
     return few if nested else Mixed("two orders of the batch")
 
 
+def rule_of(node: Any) -> Rule | None:
+    """The rule of a node, registered by its name or by the class of its Function."""
+    return RULES.find(node.name(), function_of(type(node)))
+
+
 def _behind(node: Any, examples: Examples, output: Shape, index: int, input: Shape) -> Examples | None:
     name = node.name()
     if name in _KINDS:
         return _KINDS[name](node, examples, output, index, input)
-    if name in RULES and RULES[name].pointwise:
+    rule = rule_of(node)
+    if rule is not None and rule.pointwise:
         return _pointwise(node, examples, output, index, input)
     return None
 

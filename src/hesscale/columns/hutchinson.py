@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 from ..double_backward import refuse_wrong_derivatives
+from ..recomputing import recomputed_once
 
 Found = list[Tensor | None]
 
 
+@recomputed_once()
 def hutchinson(
     loss: Tensor,
     params: Sequence[Tensor],

@@ -8,7 +8,7 @@ and taken apart into columns, Σ ± uuᵀ, for ``rank=``.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from ..rules.calculus import View, sigmoid_slope, widened
 from ..rules.families import Elementwise, Rule, Selection, signed
 from ..rules.probabilities import complement, spread
 from ..wiring import Wiring
-from .batch_layout import Examples, Layout, along_first
+from .batch_layout import Examples, Layout, along_first, rule_of
 from .eigenpairs import leading_pairs
 
 FULL = -1
@@ -170,7 +170,9 @@ class Blocks(Likelihood):
 
     def to_rows(self, tensor: Tensor) -> Tensor:
         """[rows, entries]."""
-        return tensor.reshape(-1, 1) if self.dim is None else tensor.movedim(self.dim, -1).reshape(self.rows, -1)
+        if self.dim is None:
+            return tensor.reshape(-1, 1)
+        return tensor.movedim(self.dim, -1).reshape(self.rows, self.shape[self.dim])
 
     def from_rows(self, rows: Tensor) -> Tensor:
         """The way back."""
@@ -304,6 +306,7 @@ class Terms(NamedTuple):
     """What a loss is a sum of."""
 
     likelihoods: list[Likelihood]  # in which it is linear, but for operations on scalars
+    penalties: list[Any]  # nodes that are functions of parameters themselves, in which it is linear, too
     stranger: str | None  # the first operation that is neither linear nor one of them
     reached: set[int]  # places that the loss is linear in, but for operations on scalars
     passed: set[int]  # those of them that are linear themselves, or operations on scalars
@@ -316,9 +319,23 @@ def likelihoods_of(graph: Graph, wiring: Wiring) -> Terms:
     pairs = [(node, logs.get(node.next_functions[1])) for node in part.ratios]
     normals = [NormalOfTwo(node, log) for node, log in pairs if log is not None]
     known = {node for own in normals for node in own.nodes}
-    strangers = [f"{node.name()} of a scalar" for node in part.scalars if _bends(node, graph, wiring)]
+    strangers = [f"{node.name()} of a scalar" for node in part.scalars if _bends(node, graph, wiring, part.passed)]
+    penalties = _penalties(part, graph) if part.found or normals else []  # beside one of those
+    known.update(penalties)
     strangers += [node.name() for node in part.others if not (node in known or graph.places[node] in part.passed)]
-    return Terms([*part.found, *normals], strangers[0] if strangers else None, part.reached, part.passed)
+    return Terms([*part.found, *normals], penalties, strangers[0] if strangers else None, part.reached, part.passed)
+
+
+def _penalties(part: _Part, graph: Graph) -> list[Any]:
+    return [node for node in part.others if graph.places[node] not in part.passed and _is_penalty(node)]
+
+
+def _is_penalty(node: Any) -> bool:
+    """Whether its rule knows its whole diagonal: nothing lies behind it but parameters, each read once."""
+    rule, children = rule_of(node), [child for child, _ in node.next_functions if child is not None]
+    are_leaves = all(hasattr(child, "variable") for child in children)
+    is_plain = len(node._input_metadata) == 1 and len({*children}) == len(children)
+    return rule is not None and rule.exact and are_leaves and is_plain
 
 
 class _Part(NamedTuple):
@@ -338,7 +355,7 @@ def _linear_part(graph: Graph, wiring: Wiring, start: int) -> _Part:
         node, wanted = graph.nodes[place], wiring.wanted[place]
         if place not in part.reached or not any(shape is not None for shape in wanted):
             continue
-        own, rule, is_ratio = blocks_at(node, wanted), RULES.get(node.name()), _is_square_over_variance(node, wanted)
+        own, rule, is_ratio = blocks_at(node, wanted), rule_of(node), _is_square_over_variance(node, wanted)
         is_linear = own is None and rule is not None and rule.is_linear(wanted)
         is_scalar = rule is not None and not any(wanted)
         if own is not None:
@@ -355,13 +372,19 @@ def _linear_part(graph: Graph, wiring: Wiring, start: int) -> _Part:
     return part
 
 
-def _bends(node: Any, graph: Graph, wiring: Wiring) -> bool:
-    """Whether an operation on scalars is not linear in the likelihoods behind it: a factor without one is a weight."""
-    place, rule = graph.places[node], RULES[node.name()]
+def _bends(node: Any, graph: Graph, wiring: Wiring, passed: Set[int]) -> bool:
+    """Whether an operation on scalars is not linear in the likelihoods behind it: a factor without one is a weight.
+
+    Nor in penalties, unless it is a likelihood itself: |p|² is one.
+    """
+    place, rule = graph.places[node], rule_of(node)
     parts = [None if link is None else _linear_part(graph, wiring, link[0]) for link in wiring.edges[place]]
-    leads = [part is not None and bool(part.found or part.ratios) for part in parts]
+    leads = [
+        part is not None and bool(part.found or part.ratios or (place in passed and _penalties(part, graph)))
+        for part in parts
+    ]
     own = [shape if is_own else None for shape, is_own in zip(wiring.wanted[place], leads, strict=True)]
-    return any(leads) and not rule.is_linear(own) and not _is_straight(rule)
+    return rule is not None and any(leads) and not rule.is_linear(own) and not _is_straight(rule)
 
 
 def _is_straight(rule: Rule) -> bool:

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
-from ..graph import Edge, Graph, edge_of, graph_of, nested_gradients
-from ..rules.calculus import added
+from ..graph import Edge, Graph, edge_of, graph_of, nested_gradients, recompute, refuse_hidden
+from ..recomputing import recomputed_once
+from ..rules.calculus import View, added, widened
 from ..wiring import Wiring, behind, wire
-from .batch_layout import Examples, Layout
+from .batch_layout import Examples, Layout, rule_of
 from .likelihoods import known_likelihoods, likelihoods_of
 from .targets import Target, find_targets, pulled_squares
 
 
+@recomputed_once()
 def sampled_gauss_newton(
     loss: Tensor,
     params: Sequence[Tensor],
@@ -31,8 +33,9 @@ def sampled_gauss_newton(
 
     None where nothing arrives. v is a gradient of the loss at a target drawn from the model itself, with
     E[vvᵀ] = ∂²L/∂output²: from the categorical distribution for log-softmax (cross-entropy), a normal for the squared
-    error, a coin for binary cross-entropy with logits. The loss may be linear in one of these, or in several; the first
-    dimension is that of the examples. (For logits of shape [N·T, C] these are tokens, and sequences from where tokens
+    error, a coin for binary cross-entropy with logits. The loss may be linear in one of these, or in several, and in
+    penalties that are one function of a parameter itself, whose own diagonal is added; the first dimension is that of
+    the examples. (For logits of shape [N·T, C] these are tokens, and sequences from where tokens
     of one are mixed.)
 
     Squares are taken example by example, as BackPACK's DiagGGNMC takes them, for parameters of linear layers,
@@ -45,6 +48,9 @@ def sampled_gauss_newton(
     loss was found where it begins.
     """
     graph = graph_of(loss)
+    refuse_hidden(graph.rows)
+    if at_once > 1:
+        recompute(loss, params)
     wiring = wire(graph.rows)
     draws = Draws(loss, graph, wiring)
     edges = draws.edges
@@ -59,7 +65,8 @@ def sampled_gauss_newton(
         for vectors in _parts(drawn, [layouts[edge] for edge in edges], fewest):
             squares = _squares(graph, wiring, edges, vectors, targets, [p.shape for p in params])
             found = [*map(added, found, squares)]
-    return [None if s is None else s.div_(samples) if samples > 1 else s for s in found]
+    means = [None if s is None else s.div_(samples) if samples > 1 else s for s in found]
+    return [added(mean, draws.penalized(p)) for mean, p in zip(means, params, strict=True)]
 
 
 def _squares(
@@ -105,25 +112,41 @@ def _alike(a: Tensor | None, b: Tensor | None) -> bool:
 
 @final
 class Draws:
-    """The likelihoods of a loss, to be drawn from; an error says what is in the way."""
+    """The likelihoods of a loss, to be drawn from, and penalties on parameters; an error says what is in the way."""
 
     def __init__(self, loss: Tensor, graph: Graph | None = None, wiring: Wiring | None = None) -> None:
         graph = graph_of(loss) if graph is None else graph
-        self.terms, stranger, *_ = likelihoods_of(graph, wire(graph.rows) if wiring is None else wiring)
+        self.terms, penalties, stranger, *_ = likelihoods_of(graph, wire(graph.rows) if wiring is None else wiring)
         if stranger is not None or not self.terms:
             ending = "is linear, without" if stranger is None else f"ends in {stranger}, which is neither linear nor"
-            raise ValueError(f"no likelihood to draw from: the loss {ending} one of {known_likelihoods()}")
-        nodes = [node for term in self.terms for node in term.nodes]
+            raise ValueError(
+                f"no likelihood to draw from: the loss {ending} one of {known_likelihoods()}. A penalty beside one has "
+                "to be a function of a parameter itself, such as p.square().sum()"
+            )
+        nodes = [*penalties, *(node for term in self.terms for node in term.nodes)]
         found = nested_gradients([edge_of(loss)], [(node, 0) for node in nodes], [torch.ones_like(loss)])
         slopes = dict(zip(nodes, found, strict=True))
         if not all(_alike(slopes[term.node], slopes[node]) for term in self.terms for node in term.nodes):
             raise ValueError("no likelihood to draw from: log v and d²/v of a normal do not weigh the same in the loss")
         self._slopes = [slopes[term.node] for term in self.terms]
+        self.penalties: dict[Any, Tensor | None] = {node: slopes[node] for node in penalties}
 
     @property
     def edges(self) -> list[Edge]:
         """The predictions."""
         return [edge for term in self.terms for edge in term.edges]
+
+    def penalized(self, p: Tensor) -> Tensor | None:
+        """The diagonal of all penalties on a parameter, which need no drawing."""
+        total: Tensor | None = None
+        own = edge_of(p)
+        for node, g in self.penalties.items():
+            wanted = [p.shape if edge == own else None for edge in node.next_functions]
+            rule = rule_of(node)
+            if g is not None and rule is not None and own in node.next_functions:
+                found = rule(View(node), [None], [widened(g)], wanted)
+                total = added(total, found[node.next_functions.index(own)])
+        return total
 
     def __call__(self, count: int, generator: torch.Generator | None) -> list[Tensor]:
         """``count`` vectors v for each of the edges, [count, *shape], with E[vvᵀ] = ∂²L/∂output²."""

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from ..graph import nested_gradients
 from ..rules.calculus import View, pull, widened
 from ..rules.convolution import convolution_backward
 from ..rules.families import signed
@@ -100,9 +99,6 @@ def through_views(views: Views, found: Tensor) -> Tensor:
     """Gradients of the last of some views of a parameter as those of the parameter; squares move as gradients do."""
     for view, nr in reversed(views):
         (moved,) = pull(view, *(found if i == nr else None for i in range(len(view._input_metadata))))
-        if moved is None:  # the running pass was told that nothing is wanted here, such as within a rebuilt kernel
-            behind: Any = view.next_functions[0]
-            (moved,) = nested_gradients([(view, nr)], [behind], [found])
         assert moved is not None
         found = moved
     return found

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from ..graph import Edge, Graph, edge_of, graph_of, nested_gradients
-from ..rules import RULES
+from ..graph import Edge, Graph, nested_gradients
 from ..rules.calculus import View, widened
-from ..rules.families import Rebuilt
-from ..wiring import Wiring, wire
-from .batch_layout import Examples, Layout, Mixed, follow
+from ..rules.recurrent import Recurrent, is_batch_first
+from ..wiring import Wiring
+from .batch_layout import Examples, Layout, Mixed, along_first, follow, rule_of
 from .pulling import pull
 from .squares import VIEWS, Use, Views, summed_squares, through_views, use_at
 
@@ -38,7 +37,7 @@ class Target:
     def edges(self) -> list[Edge]:
         """Where gradients are needed."""
         if self.inside is not None:
-            return self.inside.steps.edges
+            return self.inside.kernel.edges
         return [(use.node, 0) for use in self.uses] or [self.edge]
 
     def squares(self, gradients: Sequence[Tensor | None], shape: torch.Size) -> Tensor | None:
@@ -55,50 +54,37 @@ class Target:
 
 
 @final
-class Steps:
-    """A fused kernel whose steps are computed again (``Rebuilt``), as far as columns go through it."""
+class Kernel:
+    """A fused recurrent kernel, as far as columns go through it."""
 
-    def __init__(self, node: Any, rule: Rebuilt, outputs: Sequence[int], examples: Examples) -> None:
+    def __init__(self, node: Any, rule: Recurrent, outputs: Sequence[int], inputs: Sequence[torch.Size | None]) -> None:
         self.edges: list[Edge] = [(node, nr) for nr in outputs]
-        self._node, self._rule, self._outputs, self._examples = node, rule, outputs, examples
-        self.count = examples.count
-        self._last: tuple[Sequence[Tensor | None], list[Tensor | None]] = ((), [])
+        self._node, self._rule, self._inputs = node, rule, inputs
+        self._last: tuple[Sequence[Tensor | None], Sequence[Tensor | None]] = ((), [])
 
-    def squares(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def squares(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """Σ_n of squares at each input of the node; all inputs at once, kept for whoever asks next."""
         before = self._last[0]
         if len(before) != len(gradients) or any(a is not b for a, b in zip(before, gradients, strict=True)):
-            self._last = (gradients, self._found(gradients))
+            every: list[Tensor | None] = [None] * len(self._node._input_metadata)
+            for (_, nr), v in zip(self.edges, gradients, strict=True):
+                every[nr] = widened(v)
+            self._last = (gradients, self._rule.squares(View(self._node), every, self._inputs))
         return self._last[1]
-
-    def _found(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        with torch.enable_grad():
-            outputs, inputs = self._rule.rebuild(View(self._node))
-            reached = [
-                (outputs[nr], widened(v)) for nr, v in zip(self._outputs, gradients, strict=True) if v is not None
-            ]
-            root = torch.cat([y.reshape(-1) for y, _ in reached])
-        graph = graph_of(root)
-        leaves = [leaf for leaf in inputs if leaf is not None]
-        seeds: dict[Edge, Layout] = dict.fromkeys([edge_of(y) for y, _ in reached], self._examples)
-        wiring, vectors = wire(graph.rows), [v for _, v in reached]
-        targets = find_targets(graph, wiring, seeds, [edge_of(leaf) for leaf in leaves])
-        shapes = [leaf.shape for leaf in leaves]
-        squares = iter(pulled_squares(graph, wiring, [*seeds], vectors, targets, shapes, nested=True))
-        return [None if leaf is None else next(squares) for leaf in inputs]
 
 
 @dataclass(frozen=True)
 class Inside:
     """The use of a parameter by a fused kernel, as its input ``index``."""
 
-    steps: Steps
+    kernel: Kernel
     index: int
     views: Views
+    count: int  # examples
 
     def squares(self, gradients: Sequence[Tensor | None]) -> Tensor | None:
         """Σ_n of the parameter's squared gradient of example n."""
-        found = self.steps.squares(gradients)[self.index]
+        found = self.kernel.squares(gradients)[self.index]
         return None if found is None else through_views(self.views, found).contiguous()
 
 
@@ -122,7 +108,7 @@ def find_targets(
 
 def _target_of_uses(edge: Edge, uses: Sequence[Use | Inside | Mixed]) -> Target:
     if len(uses) == 1 and isinstance(uses[0], Inside):
-        return Target(edge, uses[0].steps.count, inside=uses[0])
+        return Target(edge, uses[0].count, inside=uses[0])
     uses = [Mixed("a fused kernel and elsewhere") if isinstance(use, Inside) else use for use in uses]
     found = tuple(use for use in uses if isinstance(use, Use))
     odd = next((use for use in uses if isinstance(use, Mixed)), None)
@@ -140,7 +126,7 @@ class _Uses:
 
     def __init__(self, graph: Graph, wiring: Wiring, layouts: Mapping[Edge, Layout]) -> None:
         self._graph, self._wiring, self._layouts = graph, wiring, layouts
-        self._steps: dict[Node, Steps] = {}
+        self._kernels: dict[Node, Kernel] = {}
         self._users: dict[Edge, list[tuple[Node, int]]] = {}  # by edge, who reads it, and as which input
         behind = {node for node, _ in layouts}
         for place in wiring.order:
@@ -171,13 +157,18 @@ class _Uses:
             return Mixed(node.name())
         if isinstance(layout, Mixed):
             return layout
-        rule = RULES.find(node.name(), None)
-        if isinstance(rule, Rebuilt):
-            if node not in self._steps:
-                self._steps[node] = Steps(node, rule, outputs, layout)
-            return Inside(self._steps[node], index, views)
+        rule = rule_of(node)
+        if isinstance(rule, Recurrent) and layout == _of_sequences(node, self._wiring.shapes[place][outputs[0]]):
+            if node not in self._kernels:
+                self._kernels[node] = Kernel(node, rule, outputs, self._wiring.wanted[place])
+            return Inside(self._kernels[node], index, views, layout.count)
         found = use_at(node, index, views, shape, self._wiring.shapes[place][0], layout) if [*outputs] == [0] else None
         return found or Mixed(node.name())
+
+
+def _of_sequences(node: Node, shape: torch.Size) -> Layout:
+    """How an output of a recurrent kernel has to hold the examples, for its steps to keep them apart."""
+    return along_first(shape) if is_batch_first(node) else Examples(shape[-2], shape[-1])
 
 
 def pulled_squares(
@@ -189,17 +180,15 @@ def pulled_squares(
     shapes: Sequence[torch.Size],
     *,
     batched: bool = False,
-    nested: bool = False,
 ) -> list[Tensor | None]:
     """Σ_n (J_nᵀ v_n)² at each target: one vector-Jacobian product, then squares.
 
-    ``batched``: the sum over several v, which have one dimension more, by one product for all of them. ``nested``: in a
-    graph of its own, whose nodes cannot be called by hand while a pass over another one decides what is computed.
+    ``batched``: the sum over several v, which have one dimension more, by one product for all of them.
     """
     edges = [edge for target in targets if target is not None for edge in target.edges]
     found: list[Tensor | None] = []
     with torch.no_grad():
-        if (batched or nested) and edges:
+        if batched and edges:
             pulled = iter(nested_gradients(outputs, edges, vectors, batched=batched))
         else:
             pulled = iter(pull(graph, wiring, outputs, vectors, edges))

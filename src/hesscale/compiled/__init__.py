@@ -1,4 +1,1 @@
-"""Forward, gradient and curvature as one graph for torch's compiler: the pass of walk.py, traced once."""
-
-from .step import Step as Step
-from .step import compile as compile
+"""``torch.compile(model, backend="hesscale")``: compiled regions that curvature passes through."""

@@ -1,97 +1,81 @@
-"""A graph as it was written down: what it writes to, what it holds, and a form that any backend may lay out anew."""
+"""Graphs are run here, to write down what they do; and which of its inputs a graph writes to."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Final
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any, Final, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
-from ..graph import storage_id
+from .torch_compiler import as_one_node
 
-_BATCH_NORMS: Final = frozenset(
-    getattr(torch.ops.aten, name).default for name in ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
-)
-_STATISTICS: Final = (3, 4)  # arguments that these write to while training, although their schema does not say so
-
-
-def relaxed(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """The same graph, in which views may become copies, wherever nothing is written to their memory afterwards.
-
-    A backend may lay tensors out otherwise than they were while tracing (Inductor does so with ``cat``), and a view
-    that was one then need not be one any more.
-    """
-    written: set[int] = set()
-    for node in reversed(module.graph.nodes):
-        if node.target is torch.ops.aten.view.default and _memory(node) not in written:
-            node.target = torch.ops.aten.reshape.default
-        written.update(_written_by(node))
-    module.recompile()
-    return module
+_CHECKPOINT: Final = torch.ops.higher_order.tag_activation_checkpoint
+_BATCH_NORM: Final = torch.ops.aten.native_batch_norm.default
+_BATCH_NORM_BACKWARD: Final = torch.ops.aten.native_batch_norm_backward.default
+_FUNCTIONAL: Final = torch.ops.aten._native_batch_norm_legit_functional.default
+_STATISTICS: Final = slice(3, 5)  # arguments that batch norm writes to in training mode, although it does not say so
 
 
-def overwritten(module: torch.fx.GraphModule) -> tuple[int, ...]:
-    """Which of its inputs a graph writes to."""
-    written = {memory for node in module.graph.nodes for memory in _written_by(node)}
-    inputs = (node for node in module.graph.nodes if node.op == "placeholder")
-    return tuple(index for index, node in enumerate(inputs) if _memory(node) in written)
+@final
+class ForwardRun(fx.Interpreter):
+    """Runs a graph of Dynamo's. With symbolic sizes torch would take ``interpolate`` apart, and drop cross terms."""
+
+    def __init__(self, module: fx.GraphModule, *, is_symbolic: bool) -> None:
+        super().__init__(module)
+        self._is_symbolic = is_symbolic
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """One operation."""
+        if (
+            target is _CHECKPOINT
+        ):  # what to compute again is the partitioner's choice, and random numbers are none of it
+            module, *inputs = args
+            return ForwardRun(module, is_symbolic=self._is_symbolic).run(*inputs)
+        is_apart = self._is_symbolic and target is torch.nn.functional.interpolate
+        with as_one_node() if is_apart else nullcontext():
+            return super().call_function(target, args, kwargs)  # type: ignore[arg-type]
 
 
-def constants(module: torch.fx.GraphModule) -> list[Tensor]:
-    """The tensors that a graph holds."""
-    return [value for _, value in _held(module) if isinstance(value, Tensor)]
+@final
+class JointRun(fx.Interpreter):
+    """Runs what was written down; batch norm's writes are operations of their own. Calls ``then`` after ``last``."""
+
+    def __init__(self, module: fx.GraphModule, last: fx.Node, then: Callable[[], None]) -> None:
+        super().__init__(module)
+        self._last, self._then = last, then
+
+    def run_node(self, n: fx.Node) -> Any:
+        """One node."""
+        value = super().run_node(n)
+        if n is self._last:
+            self._then()
+        return value
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """One operation."""
+        if target is _BATCH_NORM_BACKWARD and args[7]:  # in training mode it does not look at them
+            args = (*args[:3], None, None, *args[5:])
+        if target is not _BATCH_NORM or not _updates(args):
+            return super().call_function(target, args, kwargs)  # type: ignore[arg-type]
+        *results, mean, var = _FUNCTIONAL(*args)
+        for old, new in zip(args[_STATISTICS], (mean, var), strict=True):
+            old.copy_(new)
+        return tuple(results)
 
 
-def overwritten_constants(module: torch.fx.GraphModule) -> frozenset[int]:
-    """The memory, among that of its constants, which a graph writes to, be it through a view."""
-    held: dict[torch.fx.Node, int] = {}  # nodes that are a constant, or lie in its memory
-    written: set[int] = set()
-    for node in module.graph.nodes:
-        value = getattr(module, str(node.target), None) if node.op == "get_attr" else None
-        if isinstance(value, Tensor):
-            held[node] = storage_id(value)
-        elif hasattr(node.target, "_schema"):
-            written.update(held[given] for given in _given_to_write(node) if given in held)
-            if any(value.alias_info is not None for value in node.target._schema.returns) and node.args[0] in held:
-                held[node] = held[node.args[0]]
-    return frozenset(written)
+def is_written(example: Any) -> bool:
+    """Whether Dynamo has seen a write to an input, of which this is its tensor without values."""
+    return isinstance(example, Tensor) and example._version > 0
 
 
-def holds_generator(module: torch.fx.GraphModule) -> bool:
-    """Whether some operation draws from a generator of somebody's own."""
-    given = [value for _, value in _held(module)]
-    for node in module.graph.nodes:
-        given += [*node.args, *node.kwargs.values()]
-    return any(isinstance(value, torch.Generator) for value in given)
+def updated_statistics(graph: fx.Graph) -> tuple[int, ...]:
+    """Which inputs of a graph batch norm updates, without saying so."""
+    norms = graph.find_nodes(op="call_function", target=_BATCH_NORM)
+    updated = {given for node in norms if _updates(node.args) for given in node.args[_STATISTICS]}
+    return tuple(index for index, node in enumerate(graph.find_nodes(op="placeholder")) if node in updated)
 
 
-def _held(module: torch.fx.GraphModule) -> Iterator[tuple[torch.fx.Node, Any]]:
-    for node in module.graph.nodes:
-        if node.op == "get_attr":
-            yield node, getattr(module, str(node.target), None)
-
-
-def _written_by(node: torch.fx.Node) -> Iterator[int]:
-    """The memory that a node writes to."""
-    for given in _given_to_write(node):
-        memory = _memory(given)
-        if memory is not None:
-            yield memory
-
-
-def _given_to_write(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
-    """The arguments of a node that it writes to."""
-    schema: Any = getattr(node.target, "_schema", None)
-    unsaid = _STATISTICS if node.target in _BATCH_NORMS else ()
-    for place, argument in enumerate(schema.arguments if schema is not None else ()):
-        if place in unsaid or (argument.alias_info is not None and argument.alias_info.is_write):
-            value = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
-            for given in value if isinstance(value, (list, tuple)) else [value]:
-                if isinstance(given, torch.fx.Node):
-                    yield given
-
-
-def _memory(node: torch.fx.Node) -> int | None:
-    value = node.meta.get("val")
-    return storage_id(value) if isinstance(value, Tensor) else None
+def _updates(args: tuple[Any, ...]) -> bool:
+    return bool(args[5]) and args[3] is not None

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from ..double_backward import twice_differentiable
 from ..graph import Edge, edge_of
 from .problem import Problem
 
@@ -27,13 +25,14 @@ def pulled_back(outputs: Sequence[Place], inputs: Sequence[Place], vectors: Sequ
     graph is kept.
     """
     pairs = [(y, v) for y, v in zip(map(_as_edge, outputs), vectors, strict=True) if y is not None]
-    edges = [edge for edge in map(_as_edge, inputs) if edge is not None]
+    edges = {index: edge for index, edge in enumerate(map(_as_edge, inputs)) if edge is not None}
     count = len(vectors[0])
-    found: Sequence[Tensor | None] = [None] * len(inputs)
-    if pairs:
+    found: dict[int, Tensor | None] = {}
+    if pairs and edges:
         ys, vs = zip(*pairs, strict=True)
-        found = _batched(ys, edges, vs) if count > 1 else _one_by_one(ys, edges, vs)
-    return [_zeros(x, count) if rows is None else rows for rows, x in zip(found, edges, strict=True)]
+        rows = (_batched if count > 1 else _one_by_one)(ys, [*edges.values()], vs)
+        found = dict(zip(edges, rows, strict=True))
+    return [_zeros(x, count) if (own := found.get(index)) is None else own for index, x in enumerate(inputs)]
 
 
 def _as_edge(place: Place) -> GradientEdge | None:
@@ -42,8 +41,8 @@ def _as_edge(place: Place) -> GradientEdge | None:
     return GradientEdge(*edge_of(place)) if place.requires_grad else None
 
 
-def _zeros(x: GradientEdge, count: int) -> Tensor:
-    data = x.node._input_metadata[x.output_nr]
+def _zeros(x: Place, count: int) -> Tensor:
+    data = x if isinstance(x, Tensor) else x[0]._input_metadata[x[1]]
     return torch.zeros(count, *data.shape, dtype=data.dtype, device=data.device)
 
 
@@ -76,11 +75,10 @@ def unit_vectors(start: int, stop: int, like: Tensor) -> Tensor:
     return units.view(-1, *like.shape)
 
 
-def recorded(problem: Problem, *, as_is: bool = False) -> tuple[Any, int]:
-    """The model's outputs, from a forward pass that can be differentiated twice, and how many numbers it saved.
+def recorded(problem: Problem) -> tuple[Any, int]:
+    """The model's outputs, and how many numbers the forward pass saved: several passes at once write each of them anew.
 
-    The latter is what each of several simultaneous passes has to write again. ``as_is``: with whatever kernels the
-    model uses, fused ones included, which is enough for one backward pass at a time.
+    Kernels that are chosen for it (``twice_differentiable``) have to stay so, for checkpoints run it again.
     """
     saved = 0
 
@@ -89,7 +87,6 @@ def recorded(problem: Problem, *, as_is: bool = False) -> tuple[Any, int]:
         saved += tensor.numel()
         return tensor
 
-    kernels = nullcontext() if as_is else twice_differentiable(problem.model)
-    with kernels, torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
         outputs = problem.outputs()
     return outputs, saved

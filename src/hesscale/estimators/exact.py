@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from ..graph import Edge
+from ..double_backward import twice_differentiable
+from ..graph import Edge, recompute
+from ..recomputing import recomputed_once
 from .batched_vjp import chunks, pulled_back, recorded, unit_vectors
 from .cut import noted, predictions
 from .problem import Problem
@@ -19,10 +21,15 @@ from .problem import Problem
 
 def hessian(problem: Problem) -> Sequence[Tensor | None]:
     """∂²L/∂p_i² for every entry i: the i-th entry of the Hessian-vector product H e_i."""
-    outputs, extra = recorded(problem)
-    loss = problem.loss(outputs)
-    grads = torch.autograd.grad(loss, problem.tensors, create_graph=True, allow_unused=True)
-    return [_own_slopes(grad, p, extra) for grad, p in zip(grads, problem.tensors, strict=True)]
+    with twice_differentiable(problem.model):
+        outputs, extra = recorded(problem)
+        return _slopes(problem.loss(outputs), problem.tensors, extra)
+
+
+@recomputed_once()
+def _slopes(loss: Tensor, params: Sequence[Tensor], extra: int) -> Sequence[Tensor | None]:
+    grads = torch.autograd.grad(loss, params, create_graph=True, allow_unused=True)
+    return [_own_slopes(grad, p, extra) for grad, p in zip(grads, params, strict=True)]
 
 
 def _own_slopes(grad: Tensor | None, p: Tensor, extra: int) -> Tensor | None:
@@ -41,17 +48,25 @@ def ggn(problem: Problem) -> Sequence[Tensor | None]:
     Exact for every loss that can be differentiated twice. As many passes as there are outputs or parameters,
     whichever are fewer.
     """
-    outputs, extra = recorded(problem)
-    ends = noted(outputs)
-    loss = problem.loss(outputs)
-    places = predictions(loss, ends)
+    with twice_differentiable(problem.model):
+        outputs, extra = recorded(problem)
+        ends = noted(outputs)
+        loss = problem.loss(outputs)
+        return _gauss_newton(loss, predictions(loss, ends), problem.tensors, extra)
+
+
+@recomputed_once()
+def _gauss_newton(
+    loss: Tensor, places: Sequence[Edge], params: Sequence[Tensor], extra: int
+) -> Sequence[Tensor | None]:
+    recompute(loss, params)
     with _ending_at(places):
         found = torch.autograd.grad(loss, [GradientEdge(*y) for y in places], create_graph=True, allow_unused=True)
     pairs = [(y, slope) for y, slope in zip(places, found, strict=True) if slope is not None]
     ys, slopes = [y for y, _ in pairs], [slope for _, slope in pairs]
-    if sum(slope.numel() for slope in slopes) <= sum(p.numel() for p in problem.tensors):
-        return _by_outputs(ys, slopes, problem.tensors, extra)
-    return _by_parameters(ys, slopes, problem.tensors, extra)
+    if sum(slope.numel() for slope in slopes) <= sum(p.numel() for p in params):
+        return _by_outputs(ys, slopes, params, extra)
+    return _by_parameters(ys, slopes, params, extra)
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ..columns.sampled import Draws
-from ..graph import edge_of, graph_of
+from ..graph import edge_of, graph_of, recompute
+from ..recomputing import recomputed_once
+from ..rules.calculus import added
 from .batched_vjp import chunks, pulled_back
 from .problem import Problem
 
@@ -34,13 +36,16 @@ def kfac(problem: Problem) -> Sequence[Tensor | None]:
     with _recorded(set(owners.values())) as calls:
         outputs = problem.outputs()
     loss = problem.loss(outputs)
-    draws = Draws(loss)
     _refuse_odd_calls(owners, calls)
-    _refuse_shared(problem, loss)
-    layers = list(calls)
-    gs = dict(zip(layers, _output_factors(problem, draws, layers, calls), strict=True))
+    with recomputed_once():
+        recompute(loss, problem.tensors)
+        draws = Draws(loss)
+        _refuse_shared(problem, loss, draws.penalties)
+        layers = list(calls)
+        gs = dict(zip(layers, _output_factors(problem, draws, layers, calls), strict=True))
+    pairs = [(owner, name, problem.params[name]) for name, owner in owners.items()]
     return [
-        _diagonal(owner, name, problem.params[name], gs[owner], calls[owner][0][0]) for name, owner in owners.items()
+        added(_diagonal(owner, name, p, gs[owner], calls[owner][0][0]), draws.penalized(p)) for owner, name, p in pairs
     ]
 
 
@@ -83,9 +88,10 @@ def _refuse_odd_calls(owners: Mapping[str, nn.Module], calls: Calls) -> None:
         raise NotImplementedError(f"'kfac' needs layers that are called once in a forward pass, not: {', '.join(odd)}")
 
 
-def _refuse_shared(problem: Problem, loss: Tensor) -> None:
+def _refuse_shared(problem: Problem, loss: Tensor, penalties: Container[Any]) -> None:
     graph = graph_of(loss)
-    readers = Counter(link[0] for row in graph.rows for link in row[2] if link is not None)
+    rows = [row for node, row in zip(graph.nodes, graph.rows, strict=True) if node not in penalties]
+    readers = Counter(link[0] for row in rows for link in row[2] if link is not None)
     counts = {name: readers[graph.places.get(edge_of(p)[0], -1)] for name, p in problem.params.items()}
     shared = [f"{name} (read {count} times)" for name, count in counts.items() if count > 1]
     if shared:
@@ -125,4 +131,4 @@ def _diagonal(layer: nn.Module, name: str, p: Tensor, g: Tensor, x: Tensor) -> T
     output = functional_call(layer, {**others, "weight": weight}, (x.square(),))
     (a,) = torch.autograd.grad(output, weight, torch.ones_like(output))
     single = x.shape[:-1] if isinstance(layer, nn.Linear) else x.shape[: -_spatial(layer) - 1]
-    return g.view(-1, *[1] * (p.dim() - 1)) * a / single.numel()
+    return g.view(-1, *[1] * (p.dim() - 1)) * a / max(single.numel(), 1)  # an empty batch has no curvature

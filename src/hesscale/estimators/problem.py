@@ -11,9 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from ..columns.dial import Rank
+from ..graph import graph_of, refuse_hidden
 
 LossFunction = Callable[[Any, Any], Tensor]
 """From a model's outputs and the targets to a scalar."""
+
+_SIGNATURE = (
+    "loss_fn is called as loss_fn(outputs, targets), with what the model has returned, and not as loss_fn(model, "
+    "batch): {error}"
+)
 
 
 @dataclass(frozen=True)
@@ -45,13 +51,30 @@ class Problem:
 
     def loss(self, outputs: Any) -> Tensor:
         """The scalar loss of some outputs."""
-        loss = self.loss_fn(outputs, self.targets)
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            shape = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"type {type(loss).__name__}"
-            raise ValueError(f"loss_fn(outputs, targets) must return a scalar tensor, not one of {shape}")
-        if not loss.requires_grad:
-            raise ValueError("the loss does not depend on any parameter that requires grad")
-        return loss
+        return loss_of(self.loss_fn, outputs, self.targets)
+
+
+def loss_of(loss_fn: LossFunction, outputs: Any, targets: Any) -> Tensor:
+    """The scalar loss, or an error that says what it has to be."""
+    loss = called(loss_fn, outputs, targets)
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        shape = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"type {type(loss).__name__}"
+        raise ValueError(f"loss_fn(outputs, targets) must return a scalar tensor, not one of {shape}")
+    if not loss.requires_grad:
+        raise ValueError("the loss does not depend on any parameter that requires grad")
+    refuse_hidden(graph_of(loss).rows)
+    return loss
+
+
+def called(loss_fn: LossFunction, outputs: Any, targets: Any) -> Any:
+    """What a loss function returns, or an error that says how it is called."""
+    try:
+        return loss_fn(outputs, targets)
+    except TypeError as error:
+        at_the_call = error.__traceback__ is not None and error.__traceback__.tb_next is None
+        if at_the_call or str(error) == f"{type(outputs).__name__!r} object is not callable":
+            raise TypeError(_SIGNATURE.format(error=error)) from error
+        raise
 
 
 def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 from torch import Tensor
 
 from ..columns import hutchinson as probes
 from ..columns.sampled import sampled_gauss_newton
+from ..double_backward import twice_differentiable
 from .batched_vjp import chunks, recorded
 from .problem import Problem
 
@@ -20,14 +22,15 @@ def hutchinson(problem: Problem) -> Sequence[Tensor | None]:
 
     The variance at entry i is Σ_{j≠i} H_ij² / samples. AdaHessian takes |Hv| of one probe instead, which is biased.
     """
-    outputs, extra = recorded(problem)
-    return probes.hutchinson(
-        problem.loss(outputs),
-        problem.tensors,
-        samples=problem.samples,
-        at_once=_at_once(problem, extra),
-        generator=problem.generator,
-    )[1]
+    with twice_differentiable(problem.model):
+        outputs, extra = recorded(problem)
+        return probes.hutchinson(
+            problem.loss(outputs),
+            problem.tensors,
+            samples=problem.samples,
+            at_once=_at_once(problem, extra),
+            generator=problem.generator,
+        )[1]
 
 
 def _at_once(problem: Problem, extra: int, gradients: int = 1) -> int:
@@ -41,13 +44,14 @@ def ggn_mc(problem: Problem) -> Sequence[Tensor | None]:
     r_n is the gradient at example n's outputs with a target drawn from the model's own prediction, so scaled that
     E[r rᵀ] is the Hessian of the loss there (for a predicted variance: the Fisher information).
     """
-    outputs, extra = recorded(problem, as_is=problem.samples == 1)
-    loss = problem.loss(outputs)
-    return sampled_gauss_newton(
-        loss,
-        problem.tensors,
-        samples=problem.samples,
-        at_once=_at_once(problem, extra, gradients=_EXAMPLES),
-        generator=problem.generator,
-        apart=True,
-    )
+    # one pass at a time can go through fused kernels, several at once cannot
+    with nullcontext() if problem.samples == 1 else twice_differentiable(problem.model):
+        outputs, extra = recorded(problem)
+        return sampled_gauss_newton(
+            problem.loss(outputs),
+            problem.tensors,
+            samples=problem.samples,
+            at_once=_at_once(problem, extra, gradients=_EXAMPLES),
+            generator=problem.generator,
+            apart=True,
+        )

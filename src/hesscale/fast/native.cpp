@@ -26,6 +26,13 @@ struct Row {
   double top_g, top_h;  // found by hesscale_look: the largest magnitudes, nan and inf among them
 };
 
+// Of numbers whose squares T has no room for. In double precision: faster than std::hypot.
+template <typename T>
+inline T root_of_squares(T a, double weight_a, T b, double weight_b) {
+  const double x = a, y = b;
+  return static_cast<T>(std::sqrt(weight_a * x * x + weight_b * y * y));
+}
+
 // As torch's lerp: near either end it does not cancel.
 template <typename T>
 inline T between(T from, T to, T weight) {
@@ -34,8 +41,9 @@ inline T between(T from, T to, T weight) {
 
 template <typename T, int SCALE, bool REFRESH, bool MOVING>
 void update(const Row& row, int64_t begin, int64_t end) {
-  const T decay = row.decay, sign = row.sign, weight1 = row.weight1, beta2 = row.beta2, weight2 = row.weight2,
+  const T decay = row.decay, sign = row.sign, weight1 = row.weight1, weight2 = row.weight2,
           step_size = row.step_size, eps = row.eps, limit = row.limit;
+  const double of_old = row.beta2, of_new = row.weight2, eps_inside = row.eps;
   T* __restrict p = static_cast<T*>(MOVING ? row.p : row.u);
   const T* __restrict g = static_cast<const T*>(row.g);
   const T* __restrict h = static_cast<const T*>(row.h);
@@ -48,18 +56,16 @@ void update(const Row& row, int64_t begin, int64_t end) {
     T average = v[j];
     if constexpr (REFRESH) {
       if constexpr (SCALE == RMS || SCALE == RMS_EPS_INSIDE) {
-        average = average * beta2 + h[j] * h[j] * weight2;
+        average = root_of_squares(average, of_old, h[j], of_new);
       } else {
         average = between(average, SCALE == MEAN_ABS ? std::abs(h[j]) : h[j], weight2);
       }
       v[j] = average;
     }
-    T c = std::abs(average);
-    if constexpr (SCALE == RMS) c = std::sqrt(c);
-    T denominator = c + eps;
-    if constexpr (SCALE == RMS_EPS_INSIDE) denominator = std::sqrt(denominator);
-    denominator = c > 0 ? denominator : std::numeric_limits<T>::infinity();
-    const T u = std::min(std::max(step_size * mean / denominator, -limit), limit);
+    const T c = std::abs(average);
+    const T denominator = SCALE == RMS_EPS_INSIDE ? root_of_squares(c, 1.0, T(1), eps_inside) : c + eps;
+    const T divisor = c > 0 ? denominator : std::numeric_limits<T>::infinity();
+    const T u = std::min(std::max(step_size * mean / divisor, -limit), limit);
     p[j] = MOVING ? p[j] * decay - u : u;
   }
 }

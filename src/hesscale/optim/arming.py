@@ -130,6 +130,7 @@ def _one_loss(roots: Sequence[Tensor], gradients: Any) -> tuple[Tensor, Tensor |
 def _run(found: Armed, loss: Tensor, gradient: Tensor | None, **options: Any) -> None:
     source = found.optimizer.source
     assert source is not None  # armed() has seen to it
+    found.optimizer.drop_cleared()
     if source.attaches:
         source.attach(loss, **found.options)
         torch_backward(loss, gradient, **options)

@@ -1,4 +1,4 @@
-"""Loading an optimizer's state: averages keep their digits, and the state of torch's Adam and AdamW is taken over."""
+"""Loading an optimizer's state: averages keep their digits; torch's Adam and AdamW, and our past, are taken over."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ADOPTED = (
     "curvature begins afresh"
 )
 _OTHER = "this is the state of an optimizer that keeps {names}: only that of Adam and AdamW can be taken over"
-_AVERAGES = ("exp_avg", "exp_curvature")
+_AVERAGES = ("exp_avg", "mean_curvature")
 
 
 @contextmanager
@@ -49,23 +49,33 @@ def adopted(optimizer: Optimizer) -> Iterator[None]:
 
 def _translated(state_dict: dict[str, Any]) -> dict[str, Any]:
     """The same, with the state of another Adam in our terms; ValueError if it is of another optimizer."""
-    foreign = {key: one for key, one in state_dict["state"].items() if one and "exp_curvature" not in one}
-    if not foreign:
-        return state_dict
+    scales = {key: group.get("scale") for group in state_dict["param_groups"] for key in group["params"]}
+    state = {key: today(one, scales[key]) if key in scales else one for key, one in state_dict["state"].items()}
+    foreign = {key: one for key, one in state.items() if one and "mean_curvature" not in one}
     for one in foreign.values():
         if not {"step", "exp_avg", "exp_avg_sq"} <= one.keys():
             raise ValueError(_OTHER.format(names=", ".join(one)))
-    warnings.warn(_ADOPTED, stacklevel=7)
-    return {**state_dict, "state": {**state_dict["state"], **{key: _from_adam(one) for key, one in foreign.items()}}}
+    if foreign:
+        warnings.warn(_ADOPTED, stacklevel=7)
+    return {**state_dict, "state": {**state, **{key: _from_adam(one) for key, one in foreign.items()}}}
+
+
+def today(state: Mapping[str, Any], scale: str) -> dict[str, Any]:
+    """The state of a parameter as it is kept today: a root in place of a square, the largest one where that was inf."""
+    found = dict(state)
+    if "exp_curvature" in found:
+        v: Tensor = found.pop("exp_curvature")
+        found["mean_curvature"] = v.clamp(max=torch.finfo(v.dtype).max).sqrt() if scale == "rms" else v
+    return found
 
 
 def _from_adam(state: Mapping[str, Any]) -> dict[str, Any]:
     average: Tensor = state["exp_avg"]
     return {
-        "step": torch.as_tensor(state["step"], dtype=torch.float32),
+        "step": state["step"],
         "refreshes": 0,
         "exp_avg": average,
-        "exp_curvature": torch.zeros_like(average),
+        "mean_curvature": torch.zeros_like(average),
     }
 
 

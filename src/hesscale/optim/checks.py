@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..distributed import Optimizer, looks_separate, separate
 from ..graph import LOW_PRECISION, wide
 from .sources import Source
 from .updates import SCALES, Place, Slot, is_zero
@@ -28,7 +29,8 @@ _ZERO_CURVATURE = (
 )
 _ALONE = (
     "{count} processes are training, and each would scale by its own curvature, so that copies of the model drift "
-    "apart: call hesscale.distributed.synchronize(optimizer, model) once before training"
+    "apart: call hesscale.distributed.synchronize(optimizer, model) once before training, or "
+    "hesscale.distributed.separate(optimizer) if each trains a model of its own"
 )
 
 
@@ -38,6 +40,8 @@ def refuse_bad_options(group: Mapping[str, Any], *, first: Mapping[str, Any]) ->
     every, bound, radius, scale = group["every"], group["bound"], group["trust_region"], group["scale"]
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ValueError(f"lr as a tensor must have one element, not shape {tuple(lr.shape)}")
+    if not isinstance(betas, Sequence) or len(betas) != 2:
+        raise ValueError(f"betas must be two numbers, for the gradient's average and for that of curvature: {betas}")
     rows = (
         (lr >= 0.0, f"lr must not be negative: {lr}"),
         (eps >= 0.0, f"eps must not be negative: {eps}"),
@@ -61,12 +65,15 @@ def refuse_bad_options(group: Mapping[str, Any], *, first: Mapping[str, Any]) ->
             raise ValueError(message)
 
 
-def refuse_alone() -> None:
-    """RuntimeError where several processes train; for an optimizer that nothing gives the others' curvature."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        count = torch.distributed.get_world_size()
-        if count > 1:
-            raise RuntimeError(_ALONE.format(count=count))
+def refuse_alone(optimizer: Optimizer) -> None:
+    """RuntimeError where several processes may train this model, and nothing gives it the others' curvature."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return
+    count = torch.distributed.get_world_size()
+    if count > 1 and not looks_separate(p for group in optimizer.param_groups for p in group["params"]):
+        raise RuntimeError(_ALONE.format(count=count))
+    if count > 1:
+        separate(optimizer)  # found out once
 
 
 def name_of(place: Place) -> str:

@@ -17,7 +17,7 @@ from .reading import ReadsCurvature
 from .shards import PLAIN, local
 from .sources import Source, with_rank
 from .trust import shrinkage
-from .updates import Factors, Form, Formula, Slot, factors, forms_of, metric
+from .updates import Factors, Form, Formula, Number, Slot, factors, forms_of, metric
 
 
 class CurvatureScaled(ReadsCurvature):
@@ -115,6 +115,10 @@ class CurvatureScaled(ReadsCurvature):
                 group.setdefault("bound", None)
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
+            for p in group["params"]:
+                if self.state.get(p):
+                    self.state[p] = checkpoints.today(self.state[p], group["scale"])
+                    self.state[p]["step"] = _counter(p, self.state[p]["step"], capturable=group["capturable"])
         if "_curvature_hooks" not in self.__dict__:
             self._start_afresh()
 
@@ -161,7 +165,7 @@ class CurvatureScaled(ReadsCurvature):
             numbers = None if capturable else known.get((steps, refreshes))
             if numbers is None:
                 numbers = known[steps, refreshes] = factors(formula, steps, refreshes)
-            m, v = state["exp_avg"], state["exp_curvature"]
+            m, v = state["exp_avg"], state["mean_curvature"]
             if type(p) not in PLAIN:
                 p, g, h, m, v = local(p), local(g), local(h), local(m), local(v)
             if p.dtype in LOW_PRECISION:
@@ -226,10 +230,14 @@ def _move_within(radius: float, pairs: Sequence[tuple[Slot, Tensor]]) -> None:
 
 
 def _begin(state: dict[str, Any], p: Tensor, *, capturable: bool) -> None:
-    state["step"] = torch.zeros((), dtype=torch.float32, device=p.device if capturable else "cpu")
+    state["step"] = _counter(p, 0.0, capturable=capturable)
     state["refreshes"] = 0
-    for name in ("exp_avg", "exp_curvature"):
+    for name in ("exp_avg", "mean_curvature"):
         state[name] = torch.zeros_like(p, dtype=wide(p.dtype), requires_grad=False)
+
+
+def _counter(p: Tensor, steps: Number, *, capturable: bool) -> Tensor:
+    return torch.as_tensor(steps, dtype=torch.float32, device=p.device if capturable else "cpu")
 
 
 def _is_due(group: Mapping[str, Any]) -> bool:

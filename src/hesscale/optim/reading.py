@@ -7,18 +7,15 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from .. import distributed
-from ..columns.dial import Rank
-from ..compiled import Step
-from ..compiled import compile as compile_step
+from .. import distributed, leaves
 from . import amp, checks
 from .arming import armed, suspended
 from .shards import local
-from .sources import Propagated, Source
+from .sources import Source
 
 CurvatureHook = Callable[["ReadsCurvature"], None]
 
@@ -69,6 +66,7 @@ class ReadsCurvature(Optimizer):
         """
         source = self._known_source()
         if self.curvature_due:
+            self.drop_cleared()
             with suspended():
                 source(loss, self._trainable(), retain_graph=retain_graph, **options)
         else:
@@ -80,7 +78,10 @@ class ReadsCurvature(Optimizer):
         As ``hesscale.attach``, with this optimizer's source and schedule; for sources that need no pass of their own.
         """
         source = self._known_source()
-        return source.attach(loss, **options) if self.curvature_due else loss
+        if not self.curvature_due:
+            return loss
+        self.drop_cleared()
+        return source.attach(loss, **options)
 
     def armed(self, **options: Any) -> AbstractContextManager[None]:
         """Within it every ``backward`` of this thread that reaches these parameters fills ``p.curvature`` when due.
@@ -90,29 +91,16 @@ class ReadsCurvature(Optimizer):
         self._known_source()
         return armed(self, options)
 
-    def compile(self, loss_fn: Callable[..., Any], model: nn.Module, **options: Any) -> Step:
-        """``hesscale.compile(loss_fn, model)`` by this optimizer's method; without curvature where it is not due."""
-        method, rank = self._compiled_pass()
-        for name in {"method", "rank"} & {*options}:
-            raise TypeError(f"the optimizer says which {name} is compiled: give it to {type(self).__name__}")
-        step = compile_step(loss_fn, model, method=method, rank=rank, **options)
-        step.is_due, step.asked = self._is_curvature_due, self._compiled_pass  # methods: those of a copy ask the copy
-        return step
-
-    def _is_curvature_due(self) -> bool:
-        return self.curvature_due
-
-    def _compiled_pass(self) -> tuple[str, Rank]:
-        """The method and rank of its source."""
-        source = self._known_source()
-        if not isinstance(source, Propagated):
-            raise ValueError(f"only passes by hesscale.backward can be compiled, not {source}")
-        return source.name, source.rank
-
     def _known_source(self) -> Source:
         if self.source is None:
             raise NotImplementedError(_NO_SOURCE.format(name=type(self).__name__))
         return self.source
+
+    def drop_cleared(self) -> None:
+        """Drops curvature of cleared gradients also where the coming pass does not reach; FSDP2 has its own way."""
+        if not self._is_sharded:
+            for p in self._trainable():
+                leaves.drop_if_cleared(p)
 
     def _trainable(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"] if p.requires_grad]
@@ -155,7 +143,7 @@ class ReadsCurvature(Optimizer):
     def _run_curvature_hooks(self) -> None:
         if self.curvature_due:
             if not self._curvature_hooks and not self._is_sharded:
-                checks.refuse_alone()
+                checks.refuse_alone(self)
             for hook in self._curvature_hooks:
                 hook(self)
 

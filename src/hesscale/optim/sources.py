@@ -22,6 +22,7 @@ from ..columns.dial import Rank, checked_rank
 from ..columns.hutchinson import hutchinson
 from ..columns.sampled import sampled_gauss_newton
 from ..graph import wide
+from ..recomputing import recomputed_once
 
 RANKED = ("hesscale", "hesscale_gn")
 
@@ -140,6 +141,7 @@ def hutchinson_backward(
     _write(params, curvatures, "hutchinson", run)
 
 
+@recomputed_once()
 def sampled_gauss_newton_backward(
     loss: Tensor,
     params: Sequence[Tensor],
@@ -158,10 +160,9 @@ def _write(params: Sequence[Tensor], curvatures: Sequence[Tensor | None], method
     reached = [(p, s) for p, s in zip(params, curvatures, strict=True) if s is not None]
     if not reached:
         raise RuntimeError(_NO_PARAMETER)
-    leaves.clear_orphans()
-    continued = [leaves.continues(p) for p, _ in reached]
+    for p, _ in reached:
+        leaves.drop_if_cleared(p)
     run()
     taken: set[int] = set()
-    for (p, s), to_old in zip(reached, continued, strict=True):
-        s = s.detach().to(wide(s.dtype))
-        leaves.add(p, leaves.owned(s, p, taken), to_old=to_old, method=method)
+    for p, s in reached:
+        leaves.add(p, leaves.owned(s.detach().to(wide(s.dtype)), p, taken), method=method)

@@ -1,15 +1,16 @@
 """One formula, as a loop over parameters (the reference), as foreach, and as one call of fast/native.cpp.
 
-With m = EMA(g), and V the average of the curvature h that ``scale`` names, over t steps and r refreshes:
+With m = EMA(g), and v the mean of the curvature h that ``scale`` names, over t steps and r refreshes:
 
-    rms        V = EMA(h²)      c = √V          denominator √(V / (1 − β₂ʳ)) + eps
-    mean_abs   V = EMA(|h|)     c = V           denominator  V / (1 − β₂ʳ)  + eps
-    mean       V = EMA(h)       c = |V|         denominator |V| / (1 − β₂ʳ) + eps
+    rms        v = √EMA(h²)     denominator  v / √(1 − β₂ʳ) + eps
+    mean_abs   v = EMA(|h|)     denominator  v / (1 − β₂ʳ)  + eps
+    mean       v = EMA(h)       denominator |v| / (1 − β₂ʳ) + eps
 
     p ← (1 − lr·weight_decay)·p − u        u = lr · m / (1 − β₁ᵗ) / denominator, clipped at ±lr·bound
 
-Without a bound nothing is clipped. An entry whose V is exactly zero has no scale, and does not move: its denominator
-counts as infinite.
+Without a bound nothing is clipped. An entry whose v is exactly zero has no scale, and does not move: its denominator
+counts as infinite. No square is held in v's own precision, where half of all numbers would have none:
+v ← hypot(√β₂·v, √(1 − β₂)·h).
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Factors(NamedTuple):
 
     decay: Number  # 1 − lr·weight_decay
     step_size: Number  # lr / (1 − β₁ᵗ)
-    correction: Number  # what c is divided by: 1 − β₂ʳ, or its root for rms
+    correction: Number  # what v is divided by: 1 − β₂ʳ, or its root for rms
     limit: Number | None  # lr·bound: what no entry of u exceeds; None without a bound
 
 
@@ -91,15 +92,9 @@ def factors(formula: Formula, steps: Number, refreshes: Number) -> Factors:
 
 
 def metric(slot: Slot) -> Tensor:
-    """c, without bias correction: the curvature that the trust region measures a step with."""
-    return _positive(slot.v, slot.formula.scale)
-
-
-def _positive(v: Tensor, scale: str) -> Tensor:
-    if scale == "rms":
-        return v.sqrt()
-    c = v.clone()  # a graph would keep v itself, which moves on
-    return c.abs() if scale == "mean" else c
+    """c = |v|, without bias correction: the curvature that the trust region measures a step with."""
+    v = slot.v.clone() if torch.is_grad_enabled() else slot.v  # a graph would keep v itself, which moves on
+    return v.abs()
 
 
 def _infinite_at_zero(c: Tensor) -> Tensor:
@@ -168,7 +163,7 @@ def _move_freely(slot: Slot) -> None:
     """p ← p − u without a bound, with torch's own rounding in Adam."""
     denominator, m, step_size = _average_and_denominator(slot), _kept(slot.m), slot.factors.step_size
     if isinstance(step_size, Tensor):  # addcdiv_ takes no tensor as its value
-        slot.p.addcdiv_(m, denominator / -step_size)
+        slot.p.addcdiv_(m * -step_size, denominator)
     else:
         slot.p.addcdiv_(m, denominator, value=-step_size)
 
@@ -193,13 +188,13 @@ def _average_and_denominator(slot: Slot) -> Tensor:
     formula, v, h = slot.formula, slot.v, slot.h
     slot.m.lerp_(-slot.g if formula.maximize else slot.g, 1 - formula.beta1)
     if h is not None and formula.scale == "rms":
-        v.mul_(formula.beta2).addcmul_(h, h, value=1 - formula.beta2)
+        old, new = formula.beta2**0.5, (1 - formula.beta2) ** 0.5
+        v.copy_(torch.hypot(v * old, h * new)) if torch.is_grad_enabled() else v.mul_(old).hypot_(h * new)
     elif h is not None:
         v.lerp_(h.abs() if formula.scale == "mean_abs" else h, 1 - formula.beta2)
-    c = _infinite_at_zero(_positive(v, formula.scale))
-    k = slot.factors.correction
-    c = c / k if torch.is_grad_enabled() else c.div_(k)  # a graph keeps what a root gave
-    return c.square_().add_(formula.eps).sqrt_() if formula.eps_inside_root else c.add_(formula.eps)
+    c = v / slot.factors.correction
+    c = _infinite_at_zero(c.abs() if formula.scale == "mean" else c)
+    return torch.hypot(c, c.new_tensor(formula.eps**0.5)) if formula.eps_inside_root else c.add_(formula.eps)
 
 
 @dataclass
@@ -219,8 +214,7 @@ class Foreach(Form):
             denominators = _denominators(alike)
             sizes: Any = [-slot.factors.step_size for slot in alike]
             if isinstance(sizes[0], Tensor):
-                torch._foreach_div_(denominators, sizes)
-                torch._foreach_addcdiv_(p, m, denominators)
+                torch._foreach_addcdiv_(p, torch._foreach_mul(m, sizes), denominators)
             else:
                 torch._foreach_addcdiv_(p, m, denominators, sizes)
 
@@ -258,20 +252,21 @@ def _denominators(slots: Sequence[Slot]) -> list[Tensor]:
     h = [slot.h for slot in slots if slot.h is not None]
     torch._foreach_lerp_(m, torch._foreach_neg(g) if formula.maximize else g, 1 - formula.beta1)
     if h and formula.scale == "rms":
-        torch._foreach_mul_(v, formula.beta2)
-        torch._foreach_addcmul_(v, h, h, value=1 - formula.beta2)
+        torch._foreach_mul_(v, formula.beta2**0.5)
+        for entry, other in zip(v, torch._foreach_mul(h, (1 - formula.beta2) ** 0.5), strict=True):
+            entry.hypot_(other)
     elif h:
         torch._foreach_lerp_(v, torch._foreach_abs(h) if formula.scale == "mean_abs" else h, 1 - formula.beta2)
-    c = list(torch._foreach_sqrt(v) if formula.scale == "rms" else torch._foreach_abs(v))
+    corrections: Any = [slot.factors.correction for slot in slots]
+    c = list(torch._foreach_div(v, corrections))
+    if formula.scale == "mean":
+        torch._foreach_abs_(c)
     for entry in c:
         _infinite_at_zero(entry)
-    corrections: Any = [slot.factors.correction for slot in slots]
-    torch._foreach_div_(c, corrections)
-    if formula.eps_inside_root:
-        torch._foreach_mul_(c, c)
-    torch._foreach_add_(c, formula.eps)
-    if formula.eps_inside_root:
-        torch._foreach_sqrt_(c)
+        if formula.eps_inside_root:
+            entry.hypot_(entry.new_tensor(formula.eps**0.5))
+    if not formula.eps_inside_root:
+        torch._foreach_add_(c, formula.eps)
     return c
 
 
@@ -323,9 +318,9 @@ class Native(Form):
 
 
 def _row(slot: Slot) -> native.Row | None:
-    """The correction of c is moved to the step size and to eps, which leaves one division per entry.
+    """The correction of v is moved to the step size and to eps, which leaves one division per entry.
 
-    m·a / (c/k + eps)  =  m·ak / (c + eps·k)        m·a / √(c²/k² + eps)  =  m·ak / √(c² + eps·k²)
+    m·a / (v/k + eps)  =  m·ak / (v + eps·k)        m·a / √(v²/k² + eps)  =  m·ak / √(v² + eps·k²)
     """
     formula, (decay, step_size, k, limit) = slot.formula, slot.factors
     if isinstance(decay, Tensor) or isinstance(step_size, Tensor) or isinstance(k, Tensor) or isinstance(limit, Tensor):

@@ -1,4 +1,4 @@
-"""What a node's own backward can tell when it is called by hand: first derivatives, and second ones by a nested run."""
+"""What a node's own backward can tell when it is called by hand: first derivatives, and from these second ones."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from ..graph import LOW_PRECISION, Edge, call, call_in_single, nested_gradient
+from ..graph import LOW_PRECISION, Edge, call, call_in_single, edge_of, in_own_run
 from ..traced import is_traced as is_traced
 from ..traced import unwrapped
 from ..traced import value_of as value_of
@@ -77,23 +77,55 @@ def pull_weighted(node: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]
 def differentiate(
     first: Tensor | None, edge: Edge, fixed: Iterable[Node] = (), weights: Tensor | None = None
 ) -> Tensor | None:
-    """d(Σ weights·first)/d(edge), by a nested backward that leaves the graph as it is; None if it is constant there.
+    """d(Σ weights·first)/d(edge), the graph being left as it is; None if it is constant there.
 
-    ``fixed`` nodes may themselves depend on ``edge``: the nested run stops at their outputs.
+    ``fixed`` nodes may themselves depend on ``edge``; they are not entered. A run of torch's engine would prepare all
+    that lies behind them, and cost the depth of the graph: only nodes between ``first`` and ``edge`` are called here.
     """
     if first is None or not first.requires_grad:
         return None
-    handles = [node.register_prehook(_zeros) for node in fixed if node is not edge[0]]
+    start = edge_of(first)
+    nodes = _between(start, edge, fixed)
     weights = torch.ones_like(first) if weights is None else weights
-    try:
-        return nested_gradient(first, edge, weights)
-    finally:
-        for handle in handles:
-            handle.remove()
+    if not nodes:
+        return weights if start == edge else None
+    return in_own_run(lambda: _swept(nodes, {start: weights}).get(edge), weights)
 
 
-def _zeros(grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    return tuple(None if grad is None else torch.zeros_like(grad) for grad in grads)
+def _between(start: Edge, end: Edge, fixed: Iterable[Node]) -> list[Node]:
+    """The nodes on paths between two edges that do not enter ``fixed`` nodes, each after all its consumers."""
+    leads: dict[Any, bool] = {**dict.fromkeys(fixed, False), end[0]: False}
+    found: list[Node] = []
+    stack: list[Any] = [start[0]]
+    while stack:
+        node = stack[-1]
+        inputs = () if node in leads else node.next_functions
+        ahead = [child for child, _ in inputs if child is not None and child not in leads]
+        if ahead:
+            stack += ahead
+            continue
+        stack.pop()
+        if node not in leads:
+            leads[node] = any(pair == end or leads.get(pair[0], False) for pair in inputs)
+            found += [node] if leads[node] else []
+    return found[::-1]
+
+
+def _swept(nodes: Sequence[Any], arrived: dict[Edge, Tensor]) -> dict[Edge, Tensor]:
+    """What arrives behind ``nodes``, each called once with the sum of what has arrived at its outputs.
+
+    Sums, and what an output was broadcast or cast from, are as torch's engine has them.
+    """
+    for node in nodes:
+        grads = [arrived.pop((node, nr), None) for nr in range(len(node._input_metadata))]
+        if all(grad is None for grad in grads):
+            continue
+        for (child, nr), moved in zip(node.next_functions, pull(node, *grads), strict=True):
+            if child is not None and moved is not None:
+                output = child._input_metadata[nr]
+                own = moved.to(output.dtype).sum_to_size(torch.Size(output.shape))
+                arrived[child, nr] = own if (child, nr) not in arrived else arrived[child, nr] + own
+    return arrived
 
 
 def inputs_of(node: Any) -> list[Node]:

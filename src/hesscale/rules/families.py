@@ -11,7 +11,7 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -124,20 +124,29 @@ class Elementwise(Rule):
     pointwise: bool = True
 
     def __call__(self, node: Any, s: Curvatures, g: Curvatures, wanted: Sequence[torch.Size | None]) -> Curvatures:
-        s0, g0 = s[0], g[0]
+        output = _only_output(node, s, g)
+        s0, g0 = s[output], g[output]
         if s0 is None and g0 is None:
             return (None,) * len(wanted)
+        pairs: Any = None if self.ratio is not None or self.by_parts else self._pairs(node)
+        if pairs is not None and isinstance(pairs[0], tuple):
+            _refuse_odd(node, len(pairs), wanted)
+            return [
+                None if shape is None else reduced(_curvature(pair, s0, g0), shape)
+                for pair, shape in zip(pairs, wanted, strict=True)
+            ]
+        variable = _only_input(node, wanted)
+        back = functools.partial(_pulled, node, output, variable)
         if self.ratio is not None:
-            return (_by_ratio(node, self.ratio(node), self.again, s0, g0),)
-        if self.by_parts and self.derivatives is not None and _are_even((s0, g0), wanted[0]):
-            return (_by_parts(node, self.derivatives, s0, g0),)
-        pairs: Any = (None, None) if self.derivatives is None else self.derivatives(node)
-        if not isinstance(pairs[0], tuple):
-            return (_whole(node, pairs, s0, g0),)
-        return [
-            None if shape is None else reduced(_curvature(pair, s0, g0), shape)
-            for pair, shape in zip(pairs, wanted, strict=True)
-        ]
+            found = _by_ratio(back, self.ratio(node), self.again, s0, g0)
+        elif self.by_parts and self.derivatives is not None and _are_even((s0, g0), wanted[variable]):
+            found = _by_parts(node, back, self.derivatives, s0, g0)
+        else:
+            found = _whole(back, self._pairs(node) if pairs is None else pairs, s0, g0)
+        return _placed(found, variable, wanted)
+
+    def _pairs(self, node: Any) -> Any:
+        return (None, None) if self.derivatives is None else self.derivatives(node)
 
     def is_linear(self, wanted: Sequence[torch.Size | None]) -> bool:
         return _in_one_group(wanted, self.linear)
@@ -163,20 +172,62 @@ def of_result(second: Callable[[Tensor], Tensor]) -> Elementwise:
     return unary(lambda node: (None, second(node._saved_result)))
 
 
-def _whole(node: Any, pair: Pair, s: Tensor | None, g: Tensor | None) -> Tensor | None:
+Back = Callable[[Tensor], Tensor | None]
+"""From a gradient at the one output to that of the one input."""
+
+
+def _only_output(node: Any, s: Curvatures, g: Curvatures) -> int:
+    """The number of the output that a rule of one output is about; others, such as indices, carry nothing."""
+    if len(s) == 1:
+        return 0
+    live = [nr for nr, pair in enumerate(zip(s, g, strict=True)) if any(entry is not None for entry in pair)]
+    if len(live) > 1:
+        raise NotImplementedError(
+            f"the loss depends on {len(live)} outputs of {node.name()}, and its rule is one for a single output: "
+            "register a Coupled rule with outputs=, or a Selection"
+        )
+    return live[0] if live else 0
+
+
+def _only_input(node: Any, wanted: Sequence[torch.Size | None]) -> int:
+    """The number of the input that a rule of one variable is about: the only one that is differentiated."""
+    if len(wanted) == 1:
+        return 0
+    variables = [index for index, (child, _) in enumerate(node.next_functions) if child is not None]
+    _refuse_odd(node, 1, wanted[: len(variables)])
+    return variables[0]
+
+
+def _refuse_odd(node: Any, given: int, inputs: Sequence[Any]) -> None:
+    if given != len(inputs):
+        raise ValueError(
+            f"the rule of {node.name()} gives {given} entries for {len(inputs)} inputs: give one for each tensor among "
+            "its arguments, and none for numbers and other things"
+        )
+
+
+def _placed(found: Tensor | None, variable: int, wanted: Sequence[torch.Size | None]) -> Curvatures:
+    return (found,) if len(wanted) == 1 else [found if index == variable else None for index in range(len(wanted))]
+
+
+def _pulled(node: Any, output: int, variable: int, v: Tensor) -> Tensor | None:
+    return pull(node, *(None,) * output, v)[variable]
+
+
+def _whole(back: Back, pair: Pair, s: Tensor | None, g: Tensor | None) -> Tensor | None:
     first, second = pair
     if first is not None or s is None:
         return _curvature(pair, s, g)
-    transport = _pulled_twice(node, s)
+    transport = _pulled_twice(back, s)
     if isinstance(second, Tensor) and transport is not None and g is not None:
         return torch.addcmul(transport, g, second)
     return added(transport, _curvature((None, second), None, g))
 
 
-def _pulled_twice(node: Any, s: Tensor) -> Tensor | None:
+def _pulled_twice(back: Back, s: Tensor) -> Tensor | None:
     """f'² s"""
-    (once,) = pull(node, s)
-    return None if once is None else pull(node, once)[0]
+    once = back(s)
+    return None if once is None else back(once)
 
 
 def _are_even(tensors: Curvatures, shape: torch.Size | None) -> bool:
@@ -185,7 +236,9 @@ def _are_even(tensors: Curvatures, shape: torch.Size | None) -> bool:
     return is_large(there[0]) and all(type(x) is Tensor and x.shape == shape and x.is_contiguous() for x in there)
 
 
-def _by_parts(node: Any, derivatives: Callable[[Any], Any], s: Tensor | None, g: Tensor | None) -> Tensor | None:
+def _by_parts(
+    node: Any, back: Back, derivatives: Callable[[Any], Any], s: Tensor | None, g: Tensor | None
+) -> Tensor | None:
     """As ``_whole``, some elements at a time."""
     like = s if g is None else g
     assert like is not None
@@ -195,7 +248,7 @@ def _by_parts(node: Any, derivatives: Callable[[Any], Any], s: Tensor | None, g:
         seen.part = part
         first, second = derivatives(seen)
         if first is None and s is not None and transport is None:
-            transport = _pulled_twice(node, s)
+            transport = _pulled_twice(back, s)
         s_part, g_part, memory = _cut(s, part), _cut(g, part), result.view(-1)[part]
         if isinstance(first, Tensor) and isinstance(second, Tensor) and s_part is not None and g_part is not None:
             torch.mul(first, first, out=memory).mul_(s_part).addcmul_(g_part, second)
@@ -212,14 +265,14 @@ def _cut(x: Tensor | None, part: slice) -> Tensor | None:
 
 
 def _by_ratio(
-    node: Any, ratio: Ratio, again: Callable[..., Tensor] | None, s: Tensor | None, g: Tensor | None
+    back: Back, ratio: Ratio, again: Callable[..., Tensor] | None, s: Tensor | None, g: Tensor | None
 ) -> Tensor | None:
     """f'(f's + (a + bt)g)"""
     a, b, t = ratio
     if s is None:
-        return None if g is None else pull(node, a * g if t is None else g * (a + b * t))[0]
+        return None if g is None else back(a * g if t is None else g * (a + b * t))
     memory = None if again is None else scratch(s)
-    inner = pull(node, s)[0] if again is None or memory is None else again(s, t, grad_input=memory)
+    inner = back(s) if again is None or memory is None else again(s, t, grad_input=memory)
     if inner is None:
         return None
     if g is not None and a:
@@ -228,7 +281,7 @@ def _by_ratio(
         inner = torch.addcmul(inner, g, t, value=b, out=memory)
     if again is not None and memory is not None:
         return again(inner, t, grad_input=memory)
-    return pull(node, inner)[0]
+    return back(inner)
 
 
 def _curvature(pair: Pair, s: Tensor | None, g: Tensor | None) -> Tensor | None:
@@ -265,11 +318,13 @@ class Bilinear(Rule):
         return tuple(f"_saved_{name}" for name in self.operands)
 
     def __call__(self, node: Any, s: Curvatures, g: Curvatures, wanted: Sequence[torch.Size | None]) -> Curvatures:
-        s0 = s[0]
+        s0 = s[_only_output(node, s, g)]
         if s0 is None:
             return (None,) * len(wanted)
         squares = [None if (saved := getattr(node, name)) is None else squared(saved) for name in self._names]
-        return self.backward(node, s0, wanted, *squares)
+        found = self.backward(node, s0, wanted, *squares)
+        _refuse_odd(node, len(found), wanted)
+        return found
 
     def is_linear(self, wanted: Sequence[torch.Size | None]) -> bool:
         return _in_one_group(wanted, self.linear)
@@ -299,31 +354,45 @@ class Coupled(Rule):
     def __call__(self, node: Any, s: Curvatures, g: Curvatures, wanted: Sequence[torch.Size | None]) -> Curvatures:
         if all(entry is None for entry in (*s, *g)):
             return (None,) * len(wanted)
-        # further outputs that carry no gradient, such as indices, do not count
-        result = self.curvature(node, s[0], g[0]) if self.outputs == 1 else self.curvature(node, s, g)
-        results = result if isinstance(result, (tuple, list)) else (result,)
-        return [reduced(entry, shape) for entry, shape in zip(results, wanted, strict=True)]
+        output = _only_output(node, s, g) if self.outputs == 1 else None
+        result = self.curvature(node, s, g) if output is None else self.curvature(node, s[output], g[output])
+        if result is None or isinstance(result, Tensor):
+            result = _placed(result, _only_input(node, wanted), wanted)
+        _refuse_odd(node, len(result), wanted)
+        return [reduced(entry, shape) for entry, shape in zip(result, wanted, strict=True)]
 
     def is_linear(self, wanted: Sequence[torch.Size | None]) -> bool:
         return self.linear
 
 
-@dataclass(frozen=True)
-class Rebuilt(Rule):
-    """A fused kernel of many steps: the steps are computed again, and curvature walks back over them.
+NETWORK: Final = (-1,)
+"""Borders of a graph all of which is network: its outputs."""
 
-    ``rebuild(node)`` returns the outputs as functions of fresh leaves, and those leaves, one per input of the node
-    (None where there is none). What is dropped is what is dropped when a model is written in these steps.
-    """
 
-    rebuild: Callable[[Any], tuple[Sequence[Tensor], Sequence[Tensor | None]]]
-    exact: bool = False
+class Inner(NamedTuple):
+    """How a pass goes through a node that stands for a graph of its own."""
 
-    def __call__(self, node: Any, s: Curvatures, g: Curvatures, wanted: Sequence[torch.Size | None]) -> Curvatures:
-        raise TypeError("a rebuilt node is walked, not called")  # walk.py does that
+    method: str
+    borders: tuple[int, ...] = ()  # outputs of the node where the network ends and the loss begins, if they are known
+    missing: str = "raise"
+    rank: int | str = 0
 
-    def is_linear(self, wanted: Sequence[torch.Size | None]) -> bool:
-        return False
+
+class Composite(Rule):
+    """The rule of a node that stands for a graph of its own. A plan looks into that graph, and says how to walk it."""
+
+    @property
+    @abstractmethod
+    def rows(self) -> Sequence[Any]:
+        """Of the graph inside, its root first."""
+
+    @abstractmethod
+    def wiring(self, wanted: Sequence[torch.Size | None]) -> Any:
+        """The graph inside, as far as it leads to the wanted inputs."""
+
+    @abstractmethod
+    def within(self, inner: Inner) -> Rule:
+        """The rule for such a pass. It is called with gradients in any case."""
 
 
 def signed(dim: int) -> int:

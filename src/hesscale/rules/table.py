@@ -45,6 +45,12 @@ class RuleTable(Mapping[Key, Rule]):
         self._rows.update(dict.fromkeys(nodes, rule))
         self._changes += 1
 
+    def unregister(self, *nodes: Key) -> None:
+        """Takes rows away."""
+        for node in nodes:
+            self._rows.pop(node, None)
+        self._changes += 1
+
     @contextlib.contextmanager
     def registered(self, rule: Rule, *nodes: Key) -> Iterator[None]:
         """Within a ``with`` block the rule is that of the nodes, whatever theirs was; afterwards all is as before.
@@ -59,10 +65,8 @@ class RuleTable(Mapping[Key, Rule]):
         try:
             yield
         finally:
-            for node in nodes:
-                self._rows.pop(node, None)
+            self.unregister(*nodes)
             self._rows.update(before)
-            self._changes += 1
 
     def overlay(self, rows: Mapping[Any, Rule]) -> RuleTable:
         """A table with ``rows`` in front of this one, which stays as it is."""

@@ -1,0 +1,98 @@
+"""Losses and models that compiled code once got wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import hesscale
+
+from .networks import compiled
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),  # Dynamo's own look
+]
+
+
+@pytest.fixture(autouse=True)
+def no_compilations_before() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def leaf(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_()
+
+
+def agree(make: Callable[[Callable[..., object]], tuple[Tensor, list[Tensor]]]) -> None:
+    """``make(compiled)`` and ``make`` of the functions themselves: loss, gradients and curvature of the leaves."""
+    results = []
+    for wrap in (compiled, lambda function: function):
+        torch.manual_seed(0)
+        loss, leaves = make(wrap)
+        hesscale.backward(loss)
+        results.append([loss.detach(), *(value for t in leaves for value in (t.detach(), t.grad, t.curvature))])
+    for ours, eager in zip(*results, strict=True):
+        torch.testing.assert_close(ours, eager, rtol=1e-10, atol=1e-12)
+
+
+RANDOM: dict[str, Callable[[Tensor], Tensor]] = {
+    "noise that the plain backward does not need": lambda w: (w + torch.rand_like(w)).sin().sum(),
+    "its sum": lambda w: (w.sum() + torch.rand(9).sum()).exp(),
+    "dropout": lambda w: F.dropout(F.dropout(w).sin().cumsum(0)).sin().sum(),
+}
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_random_numbers_are_drawn_once(name: str) -> None:
+    def make(wrap: Callable[..., Callable[..., Tensor]]) -> tuple[Tensor, list[Tensor]]:
+        w = leaf(9)
+        return wrap(RANDOM[name])(w), [w]
+
+    agree(make)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.5])
+def test_checkpoint_inside(p: float) -> None:
+    """A region decides itself what is computed again, and draws no random number twice."""
+
+    def make(wrap: Callable[..., Callable[..., Tensor]]) -> tuple[Tensor, list[Tensor]]:
+        v, w = leaf(9), leaf(9, seed=1)
+
+        def part(v: Tensor) -> Tensor:
+            return F.dropout(v.sin() * w, p).exp()
+
+        return wrap(lambda v: checkpoint(part, v, use_reentrant=False).sum())(v), [v, w]
+
+    agree(make)
+
+
+@pytest.mark.parametrize("around", [partial(checkpoint, use_reentrant=False), "hooks"])
+def test_hooks_of_saved_tensors_around_a_region(around: Any) -> None:
+    def make(wrap: Callable[..., Callable[..., Tensor]]) -> tuple[Tensor, list[Tensor]]:
+        v, run = leaf(9), wrap(lambda v: v.sin().exp())
+        if around != "hooks":
+            return around(run, v).sum().sin(), [v]
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.numpy().copy(), torch.from_numpy):
+            return run(v).sum().sin(), [v]
+
+    agree(make)
+
+
+def test_gradients_that_are_differentiated_although_what_was_given_is_constant() -> None:
+    """A penalty on the gradient of a whole loss is refused, not left out."""
+    v = leaf(9)
+    loss = compiled(lambda v: v.sin().sum())(v)
+    (grad,) = torch.autograd.grad(loss, v, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        (v.sum() + grad.square().sum()).backward()
