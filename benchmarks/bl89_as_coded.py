@@ -17,7 +17,8 @@ from torch.nn import functional as F
 
 import hesscale
 from hesscale_lab.batches import Data, generator_for, load
-from hesscale_lab.optimizers import EPS, best_settings
+from hesscale_lab.optimizers import best_settings
+from hesscale_lab.options import EPS
 from hesscale_lab.tasks.table import TASKS
 from hesscale_lab.tasks.task import Task
 

@@ -16,8 +16,8 @@ from networks import NETWORKS, RECURRENT, recurrent_losses
 from ratios import ratio
 
 import hesscale
-from hesscale_lab.runs import one_thread
-from hesscale_lab.studies.optimizer_steps import METHODS, UNIT, known_warnings
+from hesscale_lab.processes import threads
+from hesscale_lab.studies.cost_steps import METHODS, UNIT, known_warnings
 
 LIMITS = {"mlp": 2.5, "wide": 2.0, "3c3d": 2.5, "resnet18": 3.0, "transformer": 3.2, "lstm": 9.0}
 """By network, for every optimizer below."""
@@ -29,7 +29,7 @@ _OURS = ("AdaHesScale", "AdaHesScaleGN")
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
     """One thread, and no warnings that are known."""
-    with one_thread(), known_warnings():
+    with threads(1), known_warnings():
         yield
 
 

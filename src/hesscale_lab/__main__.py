@@ -1,15 +1,14 @@
-"""The ``hesscale`` command, from the first moment: ``python -m hesscale_lab`` is the same."""
+"""The start of the ``hesscale`` command, also as ``python -m hesscale_lab``."""
 
 from __future__ import annotations
 
 import sys
 
-from .extras import what_to_install
-from .interrupts import end_at_ctrl_c
+from .startup import end_at_ctrl_c, what_to_install
 
 
 def main() -> None:
-    """Runs the command; without the lab's extra, says in one line how to get it."""
+    """Runs the command; if the lab's extra is not installed, one line says how to install it."""
     try:
         with end_at_ctrl_c():
             from .cli import app

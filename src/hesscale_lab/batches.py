@@ -1,7 +1,7 @@
-"""Which examples a run sees, and when: the split, the batches of an epoch, the sets that are measured.
+"""The examples of a run: the split, the batches of an epoch, the sets that are measured.
 
-All drawn from generators made anew for each purpose and epoch from the run's seed: an epoch can be repeated alone, and
-nothing depends on what was drawn before. As in the authors' code only full batches count, in measuring as well.
+Each purpose and epoch has its own generator, made from the run's seed, so an epoch can be repeated alone. As in the
+authors' code only full batches count, in measuring as well.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch import Tensor
 from .tasks.task import Labelled, Task
 
 _AT_ONCE = 128
-"""Examples measured together. More would be slower: large activations are new memory each time."""
+"""How many examples are measured together; more would be slower, because large activations are new memory."""
 
 
 def generator_for(seed: int, purpose: str, *more: int) -> torch.Generator:
-    """The generator of a run for one purpose, the same whenever it is asked for."""
+    """The generator of a run for one purpose, always in the same state."""
     digest = hashlib.sha256(" ".join([purpose, *map(str, (seed, *more))]).encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
@@ -35,9 +35,9 @@ class Data:
     examples: Tensor
     labels: Tensor
     test: Labelled
-    train: Tensor  # places among the examples
+    train: Tensor  # indices of examples
     valid: Tensor
-    pool: Tensor  # where the training loss is measured: in the authors' code all examples, held back ones included
+    pool: Tensor  # of which the training loss is measured: in the authors' code all examples, also those of valid
 
     @property
     def steps(self) -> int:
@@ -45,15 +45,15 @@ class Data:
         return len(self.train) // self.task.batch
 
     def epoch(self, epoch: int) -> Iterator[Labelled]:
-        """The batches of an epoch in a random order, as the network sees them."""
+        """The batches of an epoch in a random order, as the network's input and labels."""
         order = generator_for(self.seed, "order", epoch)
         changes = generator_for(self.seed, "augmentation", epoch)
         shuffled = self.train[torch.randperm(len(self.train), generator=order)]
-        for places in shuffled[: self.steps * self.task.batch].split(self.task.batch):
-            yield self.task.prepare(self.examples[places], changes), self.labels[places]
+        for rows in shuffled[: self.steps * self.task.batch].split(self.task.batch):
+            yield self.task.prepare(self.examples[rows], changes), self.labels[rows]
 
     def measured(self, epoch: int) -> dict[str, Iterator[Labelled]]:
-        """The three sets that are measured after an epoch; the first is drawn, and augmented, anew each time."""
+        """The three sets that are measured after an epoch; the first is drawn and augmented again each time."""
         draw = generator_for(self.seed, "measured", epoch)
         drawn = self.pool[torch.randperm(len(self.pool), generator=draw)[: self.task.measured]]
         return {
@@ -63,10 +63,10 @@ class Data:
         }
 
     def _pieces(
-        self, examples: Tensor, labels: Tensor, places: Tensor, changes: torch.Generator | None
+        self, examples: Tensor, labels: Tensor, rows: Tensor, changes: torch.Generator | None
     ) -> Iterator[Labelled]:
-        full = len(places) // self.task.batch * self.task.batch
-        for piece in places[:full].split(_AT_ONCE):
+        full = len(rows) // self.task.batch * self.task.batch
+        for piece in rows[:full].split(_AT_ONCE):
             yield self.task.prepare(examples[piece], changes), labels[piece]
 
 
@@ -83,8 +83,8 @@ def load(task: Task, *, seed: int, subset: int | None = None, folder: Path | Non
         raise ValueError(f"there are {len(train)} training examples, not {subset}")
     train = train[:subset]
     pool = order if subset is None else train
-    found = Data(task, seed, examples, labels, test, train, valid, pool)
+    data = Data(task, seed, examples, labels, test, train, valid, pool)
     smallest = min(len(train), len(valid), len(test[1]), len(pool))
     if smallest < task.batch:
         raise ValueError(f"{smallest} examples are less than one batch of {task.batch}")
-    return found
+    return data

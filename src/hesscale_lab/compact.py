@@ -1,10 +1,8 @@
-"""Many finished trainings as two files of the folder they lie in: what they measured, and what they were.
+"""Many finished trainings as two files of the folder above them, which read as the run folders did.
 
-    runs.csv     a row for every run and epoch: the run's folder, losses, accuracies, seconds
-    runs.json    the environments, what all configurations share, how many rows there are, and for each run the rest of
-                 its own configuration and how it ended
-
-A run that was stored so is read as if its folder were still there; nothing about it is lost, and nothing is rounded.
+runs.csv     a row for every run and epoch: the run's folder, losses, accuracies, seconds
+runs.json    the environments, what all configurations share, the number of rows, and for each run the rest of its
+             configuration and how it ended
 """
 
 from __future__ import annotations
@@ -12,26 +10,25 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from . import durable
+from . import files
+from .files import alone
 from .histories import is_finished
-from .locks import alone
-from .runs import CONFIG, ENVIRONMENT, METRICS, DamagedRunError, Run
+from .runs import CONFIG, ENVIRONMENT, MEASUREMENTS, DamagedRunError, Run
+from .wording import csv_text, one_line
 
 TABLE, INDEX = "runs.csv", "runs.json"
-_NEAR = 4
-"""Folders above a run that are the lab's: setting, optimizer, task, --out. A runs.json above may be of other use."""
 
 
 @dataclass(frozen=True)
 class StoredRun(Run):
-    """A run whose folder is no more; it cannot be added to."""
+    """A run that is in the two files; it cannot be added to."""
 
     stored_config: Mapping[str, Any]
     stored_environment: Mapping[str, Any]
@@ -54,119 +51,93 @@ class StoredRun(Run):
         return [dict(record) for record in self.stored_records]
 
 
-@dataclass(frozen=True)
-class Compacted:
-    """How many runs a folder's files hold now, and which were left as they are, with the reason."""
-
-    count: int
-    left: tuple[str, ...]
-
-
 def find_run(folder: Path) -> Run:
-    """The run in this folder, or the one of this folder that was stored above it; else one that is still to come."""
+    """The run in this folder, or the stored run of this folder; otherwise a run that is not begun."""
     run = Run(folder)
-    if run.exists:
-        return run
-    place = folder.absolute()
-    for distance, above in enumerate(place.parents):
-        names = (INDEX,) if distance < _NEAR else (INDEX, TABLE)
-        is_there = all((above / name).exists() for name in names)
-        if is_there and (found := _stored(above).get(place.relative_to(above).as_posix())):
-            return found
+    if not run.exists:
+        absolute = folder.absolute()
+        for above in absolute.parents:
+            if (above / INDEX).exists() and (above / TABLE).exists():  # another program may have a runs.json
+                key = absolute.relative_to(above).as_posix()
+                if stored := stored_runs(above).get(key):
+                    return stored
     return run
 
 
-def stored_runs(folder: Path) -> Iterator[StoredRun]:
-    """All runs in the two files of this folder; DamagedRunError if they cannot be read."""
-    yield from _stored(folder).values()
-
-
-def compact(folder: Path) -> Compacted:
-    """Stores all finished trainings below the folder in its two files, then removes what these hold.
-
-    Other files in a run's folder, such as its weights, stay. Killed at any time, it loses nothing.
-    """
-    with alone(folder):
-        together: dict[str, Run] = dict(_stored(folder)) if (folder / INDEX).exists() else {}
-        left: dict[str, str] = {}
-        for run in _trainings(folder):
-            key = run.folder.relative_to(folder).as_posix()
-            if reason := _why_not(run, together.get(key)):
-                left[key] = f"{run.folder}: {reason}"
-            else:
-                together[key] = run
-        if any(not isinstance(run, StoredRun) for run in together.values()):
-            _write(folder, {key: together[key] for key in sorted(together)})
-        _remove(folder, together.keys() - left.keys())  # also what a kill has left there
-    return Compacted(len(together), tuple(left.values()))
-
-
-def _trainings(folder: Path) -> Iterator[Run]:
-    """What is a training, or may be one: of a damaged configuration nobody knows."""
-    for path in sorted(folder.rglob(CONFIG)):
-        run = Run(path.parent)
-        try:
-            fits = run.config.get("kind") == "train"
-        except DamagedRunError:
-            fits = True
-        if fits and run.folder != folder:
-            yield run
-
-
-def _why_not(run: Run, before: Run | None) -> str | None:
-    """The reason why a run stays a folder, if there is one."""
+def stored_runs(folder: Path) -> dict[str, StoredRun]:
+    """The runs in the two files of this folder, by their folder; DamagedRunError if the files cannot be read."""
     try:
-        config = run.config
-        if not is_finished(run):
-            return "it has not ended"
-        if before is not None and (before.config, before.records) != (config, run.records):
-            return f"{INDEX} holds another run of this name"
-        if not _is_kept(run):
-            return "its records are not those of a training"
-    except (ValueError, LookupError, TypeError, OSError) as error:
-        return " ".join(str(error).split())
+        states = [(path.stat().st_mtime_ns, path.stat().st_size) for path in (folder / INDEX, folder / TABLE)]
+        return _read_once(folder, *states)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise DamagedRunError(
+            f"{folder / INDEX} and {TABLE} cannot be read, so one is damaged ({one_line(error)}): get them again"
+        ) from error
+
+
+def compact(folder: Path) -> tuple[int, list[str]]:
+    """Stores the finished trainings below a folder; how many are stored now, and why others were left as they are."""
+    with alone(folder):
+        runs: dict[str, Run] = {**stored_runs(folder)} if (folder / INDEX).exists() else {}
+        left: dict[str, str] = {}
+        for path in sorted(folder.rglob(CONFIG)):
+            run, key = Run(path.parent), path.parent.relative_to(folder).as_posix()
+            if run.folder == folder:
+                continue
+            try:
+                if run.config.get("kind") != "train":
+                    continue
+                if reason := _why_not(run, runs.get(key)):
+                    raise ValueError(reason)
+                runs[key] = run
+            except (ValueError, LookupError, TypeError, OSError) as error:
+                left[key] = f"{run.folder}: {' '.join(str(error).split())}"
+        if any(not isinstance(run, StoredRun) for run in runs.values()):
+            index, table = _as_text({key: runs[key] for key in sorted(runs)})
+            files.replace(folder / TABLE, table.encode())  # first: rows without an entry in the index do not count
+            files.replace(folder / INDEX, index.encode())
+        _remove((folder / key for key in runs.keys() - left.keys()), folder)  # and what a kill has left of others
+    return len(runs), [*left.values()]
+
+
+def _why_not(run: Run, stored: Run | None) -> str | None:
+    """The reason why a run stays a folder, if there is one."""
+    if not is_finished(run):
+        return "it has not ended"
+    if stored is not None and (stored.config, stored.records) != (run.config, run.records):
+        return f"{INDEX} holds another run of this name"
+    again = _read(Path(), *_as_text({"": run}))[""]
+    if (again.config, again.environment, again.records) != (run.config, run.environment, run.records):
+        return "its records are not those of a training"
     return None
 
 
-def _is_kept(run: Run) -> bool:
-    """Whether reading gives back exactly what is written."""
-    again = _read("", *_as_text({"": run}))[""]
-    return (again.config, again.environment, again.records) == (run.config, run.environment, run.records)
-
-
-def _write(folder: Path, runs: Mapping[str, Run]) -> None:
-    """The table first: rows of runs that the index does not name are not looked at."""
-    index, table = _as_text(runs)
-    durable.replace(folder / TABLE, table.encode())
-    durable.replace(folder / INDEX, index.encode())
-
-
-def _remove(folder: Path, runs: Iterable[str]) -> None:
-    for key in runs:
-        place = folder / key
-        for name in (CONFIG, ENVIRONMENT, METRICS):  # without the first it is no run, should the others stay
-            (place / name).unlink(missing_ok=True)
-        with suppress(OSError):  # a folder that is not empty stays
-            while place != folder:
-                place.rmdir()
-                place = place.parent
+def _remove(folders: Iterable[Path], root: Path) -> None:
+    for folder in folders:
+        for name in (CONFIG, ENVIRONMENT, MEASUREMENTS):  # without config.json it is no run, should the others stay
+            (folder / name).unlink(missing_ok=True)
+        with suppress(OSError):  # stops at a folder that is not empty
+            while folder != root:
+                folder.rmdir()
+                folder = folder.parent
 
 
 def _as_text(runs: Mapping[str, Run]) -> tuple[str, str]:
-    """runs.json, a line for each run, and runs.csv."""
+    """The content of runs.json, with a line for each run, and of runs.csv."""
     configs = {key: run.config for key, run in runs.items()}
     first = next(iter(configs.values()))
     common = {name: value for name, value in first.items() if all(_has(c, name, value) for c in configs.values())}
-    environments = list({json.dumps(run.environment): run.environment for run in runs.values()}.values())
-    lines = []
+    environments = list({_json(run.environment): run.environment for run in runs.values()}.values())
+    lines, rows = [], []
     for key, run in runs.items():
-        own = {name: value for name, value in configs[key].items() if name not in common}
-        end = next(({**record} for record in run.records if record["kind"] == "end"), None)
-        entry = {"config": own, "environment": environments.index(run.environment), "end": end}
+        config = {name: value for name, value in configs[key].items() if name not in common}
+        ends = [record for record in run.records if record["kind"] == "end"]
+        entry = {"config": config, "environment": environments.index(run.environment), "end": ends[0] if ends else None}
         lines.append(f"  {_json(key)}: {_json(entry)}")
-    rows = sum(record["kind"] == "epoch" for run in runs.values() for record in run.records)
-    head = f'"environments": {_json(environments)},\n"common": {_json(common)},\n"rows": {rows},\n'
-    return f"{{\n{head}" + '"runs": {\n' + ",\n".join(lines) + "\n}}\n", _table(runs)
+        epochs = (record for record in run.records if record["kind"] == "epoch")
+        rows += [{"run": key, **{name: value for name, value in r.items() if name != "kind"}} for r in epochs]
+    head = f'"environments": {_json(environments)},\n"common": {_json(common)},\n"rows": {len(rows)},\n'
+    return f"{{\n{head}" + '"runs": {\n' + ",\n".join(lines) + "\n}}\n", csv_text(rows)
 
 
 def _has(config: Mapping[str, Any], name: str, value: Any) -> bool:
@@ -177,57 +148,30 @@ def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _table(runs: Mapping[str, Run]) -> str:
-    rows = [
-        {"run": key, **{name: value for name, value in record.items() if name != "kind"}}
-        for key, run in runs.items()
-        for record in run.records
-        if record["kind"] == "epoch"
-    ]
-    names = list(dict.fromkeys(name for row in rows for name in row)) or ["run"]
-    text = io.StringIO()
-    writer = csv.DictWriter(text, names, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()
-
-
-def _stored(folder: Path) -> dict[str, StoredRun]:
-    index, table = folder / INDEX, folder / TABLE
-    try:
-        states = [(path.stat().st_mtime_ns, path.stat().st_size) for path in (index, table)]
-        return _read_once(folder, *states[0], *states[1])
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise DamagedRunError(
-            f"{index} and {table.name} cannot be read, so one is damaged ({reason}): get them again"
-        ) from error
-
-
 @lru_cache(maxsize=16)
-def _read_once(folder: Path, *state: int) -> dict[str, StoredRun]:
-    """Read again only when a file has changed: a sweep asks for each of its runs."""
+def _read_once(folder: Path, *states: tuple[int, int]) -> dict[str, StoredRun]:
+    """Reads the files again only when they have changed: a sweep asks for each of its runs."""
     index = (folder / INDEX).read_text(encoding="utf-8")
     return _read(folder, index, (folder / TABLE).read_text(encoding="utf-8"))
 
 
-def _read(folder: Path | str, index: str, table: str) -> dict[str, StoredRun]:
+def _read(folder: Path, index: str, table: str) -> dict[str, StoredRun]:
     content = json.loads(index)
     if not table.endswith("\n"):
         raise ValueError(f"{TABLE} ends within a row")
-    measured: dict[str, list[Mapping[str, Any]]] = {}
+    epochs: dict[str, list[Mapping[str, Any]]] = {}
     for row in csv.DictReader(io.StringIO(table)):
         values = {name: _number(text) for name, text in row.items() if name != "run" and text != ""}
-        measured.setdefault(row["run"], []).append({"kind": "epoch", **values})
-    found = sum(len(measured.get(key, ())) for key in content["runs"])  # there are more after a kill, of runs to come
-    if found != content.get("rows", found):  # which older files do not hold
-        raise ValueError(f"{TABLE} has {found} rows of these runs, not {content['rows']}")
+        epochs.setdefault(row["run"], []).append({"kind": "epoch", **values})
+    count = sum(len(epochs.get(key, ())) for key in content["runs"])  # a killed compact leaves rows of other runs
+    if count != content["rows"]:
+        raise ValueError(f"{TABLE} has {count} rows of these runs, not {content['rows']}")
     return {
         key: StoredRun(
-            Path(folder) / key,
+            folder / key,
             stored_config={**content["common"], **entry["config"]},
             stored_environment=content["environments"][entry["environment"]],
-            stored_records=(*measured.get(key, ()), *_ends(entry["end"])),
+            stored_records=(*epochs.get(key, ()), *_ends(entry["end"])),
         )
         for key, entry in content["runs"].items()
     }

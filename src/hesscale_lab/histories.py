@@ -1,4 +1,4 @@
-"""What one training measured, epoch by epoch: read from its run folder, by sweeps to choose and by reports to draw."""
+"""What a training measured, epoch by epoch: sweeps choose by it, reports draw it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ METRICS = tuple(f"{split}_{quantity}" for quantity in QUANTITIES for split in SP
 
 
 class State(StrEnum):
-    """How a training stands."""
+    """How far a training came."""
 
     FINISHED = "finished"
     NOT_FINITE = "not finite"
@@ -27,12 +27,12 @@ class History:
     """One value per epoch and metric; index 0 is before training."""
 
     values: Mapping[str, tuple[float, ...]]
-    seconds: tuple[float, ...]  # of training so far; nan where the run never came
+    seconds: tuple[float, ...]  # of training since the start; nan for epochs that the run did not reach
     state: State
 
     @property
     def epochs(self) -> int:
-        """The last epoch there are values for."""
+        """The last epoch."""
         return len(self.seconds) - 1
 
     @property
@@ -44,8 +44,8 @@ class History:
 def read_history(run: Run) -> History | None:
     """What the run measured; None before its first evaluation.
 
-    A run that became not finite goes on with its values of epoch 0, as in the authors' harness (DeepOBS): an average
-    over seeds then pays for it, and no NaN hides the other seeds.
+    After a run became not finite, its values of epoch 0 are used, as in the authors' harness (DeepOBS): so it counts
+    against an average over seeds, and no NaN hides the other seeds.
     """
     by_epoch, end = _read(run)
     measured: list[dict[str, Any]] = []
@@ -64,7 +64,7 @@ def read_history(run: Run) -> History | None:
 
 
 def is_finished(run: Run) -> bool:
-    """Whether the training came to its end, or was stopped by a value that was not finite, and no epoch is missing."""
+    """Whether the training came to its end or became not finite, and no epoch before that is missing."""
     return _is_complete(run, *_read(run))
 
 
@@ -76,28 +76,20 @@ def _is_complete(run: Run, by_epoch: Mapping[int, Any], end: Mapping[str, Any]) 
 
 
 def _read(run: Run) -> tuple[dict[int, dict[str, Any]], dict[str, Any]]:
-    """The records by epoch, and the one that says how the run ended, empty if it has not."""
+    """The records by epoch, and the record of the end, empty if the run has not ended."""
     by_epoch: dict[int, dict[str, Any]] = {}
     end: dict[str, Any] = {}
     for number, record in enumerate(run.records, start=1):
-        if not _is_whole(record):
-            raise run.damaged(number)
-        if record["kind"] == "epoch":
-            by_epoch[record["epoch"]] = record
-        elif record["kind"] == "end":
-            end = record
+        match record:
+            case {"kind": "epoch", "epoch": int(), "seconds": int() | float() as seconds, **rest} if (
+                0 <= seconds < math.inf and all(isinstance(rest.get(name, ""), int | float | None) for name in METRICS)
+            ):
+                by_epoch[record["epoch"]] = record
+            case {"kind": "end", "epoch": int(), "reason": str()}:
+                end = record
+            case {"kind": "epoch" | "end"}:
+                raise run.damaged(number)
     return by_epoch, end
-
-
-def _is_whole(record: Mapping[str, Any]) -> bool:
-    match record:
-        case {"kind": "epoch", "epoch": int(), "seconds": int() | float() as seconds, **rest}:
-            return 0 <= seconds < math.inf and all(
-                name in rest and isinstance(rest[name], int | float | None) for name in METRICS
-            )
-        case {"kind": "end", "epoch": int(), "reason": str()}:
-            return True
-    return record["kind"] not in ("epoch", "end")
 
 
 def _is_finite(record: Mapping[str, Any]) -> bool:

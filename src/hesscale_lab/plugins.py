@@ -1,13 +1,12 @@
-"""Tasks and optimizers of a user's own, from a Python file.
+"""Tasks and optimizers from a user's Python file.
 
-Its source is part of a run's settings and travels with them: workers need no file, a run that is taken up again is the
-same run, and what it was made of stays on record.
+The source is part of a run's settings: workers on other machines need no file, and a changed file is another run.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
@@ -17,49 +16,47 @@ from traceback import walk_tb
 from types import ModuleType
 from typing import Any
 
-from .optimizers import OPTIMIZERS, Row
+from .optimizers import OPTIMIZERS, OptimizerSpec
 from .tasks.archives import DataError
 from .tasks.table import TASKS
 from .tasks.task import Task
+from .wording import one_line
 
-_KINDS: tuple[tuple[str, type, MutableMapping[str, Any]], ...] = (
-    ("TASKS", Task, TASKS),
-    ("OPTIMIZERS", Row, OPTIMIZERS),
-)
-"""What a plugin may define: a table of this name, its rows' class, and the table they are added to."""
-
-_ADDED: set[tuple[str, str]] = set()
-"""Tables and names that plugins have added in this process; a later plugin may put other rows there."""
+_TABLES: Mapping[str, tuple[type, dict[str, Any], frozenset[str]]] = {
+    "TASKS": (Task, TASKS, frozenset(TASKS)),
+    "OPTIMIZERS": (OptimizerSpec, OPTIMIZERS, frozenset(OPTIMIZERS)),
+}
+"""The tables that a plugin may define: the class of their rows, the table they extend, and its built-in names."""
 
 
 class PluginError(ValueError):
-    """A plugin cannot be read, or is none."""
+    """A plugin cannot be read or used."""
 
 
 class PluginFailure(RuntimeError):
-    """An error out of a plugin's own code, which is its cause."""
+    """A plugin's own code raised an error, which is the cause of this one."""
 
 
 @dataclass(frozen=True)
 class Plugin:
-    """A Python file by value."""
+    """The name and content of a Python file."""
 
     name: str
     source: str
 
     @property
     def digest(self) -> str:
-        """Another source has another one."""
+        """A fingerprint of the source."""
         return sha256(self.source.encode()).hexdigest()[:16]
 
     @property
     def module(self) -> str:
-        """The name under which its module is imported: another source is another module."""
+        """The name under which the file is imported."""
         return f"hesscale_plugin_{self.digest}"
 
 
 def read_plugin(path: Path) -> Plugin:
-    """The file, loaded once to see that it can be; PluginError in one sentence if not."""
+    """The file, loaded once to see that it works; PluginError in one sentence if it does not."""
     try:
         plugin = Plugin(path.name, path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -69,21 +66,22 @@ def read_plugin(path: Path) -> Plugin:
 
 
 def load_plugin(plugin: Plugin | None) -> None:
-    """Adds what the plugin defines to the tables; PluginError if that does not go."""
+    """Adds the plugin's rows to the tables; PluginError, and no row added, if one of them is not usable."""
     if plugin is None:
         return
     module = sys.modules.get(plugin.module) or _executed(plugin)
-    found = {table: _rows(plugin, table, getattr(module, table, {})) for table, _, _ in _KINDS}
-    if not any(found.values()):
+    defined = {table: getattr(module, table, {}) for table in _TABLES}
+    if not any(defined.values()):
         raise PluginError(f"the plugin {plugin.name} defines neither TASKS nor OPTIMIZERS")
-    for table, _, rows in _KINDS:
-        rows.update(found[table])
-        _ADDED.update((table, name) for name in found[table])
+    for table, rows in defined.items():
+        _check(f"the plugin {plugin.name}", table, rows)
+    for table, rows in defined.items():
+        _TABLES[table][1].update(rows)
 
 
 @contextmanager
 def named_in_errors(plugin: Plugin | None) -> Iterator[None]:
-    """Within it an error that comes out of the plugin's code is a PluginFailure; what the lab itself says stays."""
+    """Turns an error out of the plugin's code into PluginFailure; other errors stay as they are."""
     try:
         yield
     except DataError:
@@ -92,53 +90,39 @@ def named_in_errors(plugin: Plugin | None) -> Iterator[None]:
         frames = [frame for frame, _ in walk_tb(error.__traceback__)]
         if plugin is None or all(frame.f_globals.get("__name__") != plugin.module for frame in frames):
             raise
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise PluginFailure(f"the plugin {plugin.name} failed ({reason})") from error
+        raise PluginFailure(f"the plugin {plugin.name} failed ({one_line(error)})") from error
 
 
 def is_built_in(table: str, name: str) -> bool:
     """Whether the row of this name in TASKS or OPTIMIZERS is there without a plugin."""
-    rows = next(rows for found, _, rows in _KINDS if found == table)
-    return name in rows and (table, name) not in _ADDED
+    return name in _TABLES[table][2]
 
 
 def _executed(plugin: Plugin) -> ModuleType:
-    module = sys.modules[plugin.module] = ModuleType(plugin.module)  # dataclasses and pickles look it up there
+    module = sys.modules[plugin.module] = ModuleType(plugin.module)  # dataclasses and pickle look the module up there
     try:
         exec(compile(plugin.source, plugin.name, "exec", dont_inherit=True), module.__dict__)
     except BaseException as error:
         del sys.modules[plugin.module]
         if not isinstance(error, Exception | SystemExit):
             raise
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise PluginError(f"the plugin {plugin.name} cannot be loaded ({reason})") from error
+        raise PluginError(f"the plugin {plugin.name} cannot be loaded ({one_line(error)})") from error
     return module
 
 
-def _rows(plugin: Plugin, table: str, found: Any) -> dict[str, Any]:
-    """What it defines for this table, if names and rows are fit for it."""
-    kind, there = next((kind, rows) for name, kind, rows in _KINDS if name == table)
-    if not isinstance(found, Mapping) or not all(isinstance(row, kind) for row in found.values()):
-        raise PluginError(f"{table} of the plugin {plugin.name} must be a dict of names and {kind.__name__}s")
-    for name, row in found.items():
+def _check(plugin: str, table: str, rows: Any) -> None:
+    kind, _, built_in = _TABLES[table]
+    if not isinstance(rows, Mapping) or not all(isinstance(row, kind) for row in rows.values()):
+        raise PluginError(f"{table} of {plugin} must be a dict of names and {kind.__name__}s")
+    for name, row in rows.items():
         if not isinstance(name, str) or not name.replace("-", "").replace("_", "").isalnum():
-            raise PluginError(f"{name!r} in the plugin {plugin.name} is no name: take letters, digits, - and _")
-        if name in there and (table, name) not in _ADDED:
-            raise PluginError(f"{name!r} in the plugin {plugin.name} is there already: choose another name")
-        if lack := _lack(row):
-            raise PluginError(f"{name!r} in the plugin {plugin.name} {lack}")
-    return dict(found)
-
-
-def _lack(row: Task | Row) -> str | None:
-    """What a row lacks that training is going to need, in words."""
-    if isinstance(row, Task):
-        missing = [name for name in ("load", "make") if getattr(type(row), name) is getattr(Task, name)]
-        return f"has no {' and no '.join(missing)}: a task overrides them" if missing else None
-    try:
-        signature(row.make).bind([], lr=0.1, betas=(0.9, 0.999), fused=False, **row.options)
-    except TypeError as error:
-        return f"cannot be made from groups, lr, betas and fused ({error})"
-    except ValueError:  # written in C, without a signature
-        pass
-    return None
+            raise PluginError(f"{name!r} in {plugin} is no name: take letters, digits, - and _")
+        if name in built_in:
+            raise PluginError(f"{name!r} in {plugin} is there already: choose another name")
+        if isinstance(row, OptimizerSpec):
+            try:
+                signature(row.make).bind([], lr=0.1, betas=(0.9, 0.999), fused=False, **row.options)
+            except TypeError as error:
+                raise PluginError(
+                    f"{name!r} in {plugin} cannot be made from groups, lr, betas and fused ({error})"
+                ) from None

@@ -1,11 +1,15 @@
-"""The processes that train one network together, started by torchrun: each takes its part of the same batch."""
+"""This process (threads, memory), and the processes that torchrun started to train one network together."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ctypes
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -16,51 +20,71 @@ from hesscale.optim import CurvatureScaled
 
 from .optimizers import GradientScaled
 
-Found = TypeVar("Found")
+Result = TypeVar("Result")
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Lets torch compute with this many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def keep_freed_memory() -> None:
+    """Makes glibc reuse freed memory: small convolutional networks train up to a third faster."""
+    if sys.platform == "linux":
+        with suppress(OSError, AttributeError):  # another C library
+            mallopt = ctypes.CDLL("libc.so.6").mallopt
+            for parameter, value in ((-4, 0), (-1, 2**31 - 1), (-2, 2**26)):  # MMAP_MAX, TRIM_THRESHOLD, TOP_PAD
+                mallopt(parameter, value)
 
 
 @dataclass(frozen=True)
 class Team:
-    """This process among those that train together; by itself in most cases."""
+    """This process among those that train together; usually it is alone."""
 
     rank: int = 0
     count: int = 1
 
     @classmethod
     def current(cls) -> Team:
-        """Those of torch's process group, if there is one."""
+        """The processes of torch's process group, if there is one."""
         if dist.is_available() and dist.is_initialized():
             return cls(dist.get_rank(), dist.get_world_size())
         return cls()
 
     @property
     def is_first(self) -> bool:
-        """Only the first reads checkpoints, measures and writes."""
+        """Only the first process reads checkpoints, measures and writes."""
         return self.rank == 0
 
-    def share(self, find: Callable[[], Found]) -> Found:
-        """What the first process finds, known to all; what it raises is raised by all."""
+    def share(self, compute: Callable[[], Result]) -> Result:
+        """What the first process computes, sent to all; if it raises an error, all raise it."""
         if self.count == 1:
-            return find()
-        outcome: list[Any] = [_outcome(find)] if self.is_first else [None]
+            return compute()
+        outcome: list[Any] = [_outcome(compute)] if self.is_first else [None]
         dist.broadcast_object_list(outcome)
-        found, error = outcome[0]
+        result, error = outcome[0]
         if error is not None:
             raise error
-        return found
+        return result
 
     def part(self, batch: Tensor) -> Tensor:
         """This process's part of a batch."""
         return batch[self.rank :: self.count]
 
     def average(self, value: Tensor) -> float:
-        """The mean of one number over all processes."""
+        """The mean of a number over all processes."""
         if self.count > 1:
             dist.all_reduce(value)
         return float(value) / self.count
 
     def wrap(self, model: nn.Module, optimizer: Optimizer, *, batch: int) -> nn.Module:
-        """The model to train with: itself, or a copy of it kept in step with the others."""
+        """The model to train with: itself, or in a team a wrapper that averages gradients and curvature."""
         if self.count == 1:
             return model
         if batch % self.count:
@@ -73,13 +97,13 @@ class Team:
         return shared
 
     def wait(self) -> None:
-        """Until all are here."""
+        """Returns when all processes have called it."""
         if self.count > 1:
             dist.barrier()
 
 
-def _outcome(find: Callable[[], Any]) -> tuple[Any, Exception | None]:
+def _outcome(compute: Callable[[], Any]) -> tuple[Any, Exception | None]:
     try:
-        return find(), None
-    except Exception as error:  # the others wait for an answer, whatever it is
+        return compute(), None
+    except Exception as error:  # the other processes wait for an answer, whatever it is
         return None, error

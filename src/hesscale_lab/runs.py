@@ -1,12 +1,13 @@
-"""A run is a folder: what was asked for, in which environment, and what was measured, line by line as it was found."""
+"""A run is a folder with its settings, its environment, and its measurements, one line of JSON each."""
 
 from __future__ import annotations
 
+import io
 import json
 import platform
 import tempfile
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+import zipfile
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,18 +16,14 @@ import torch
 
 import hesscale
 
-from . import durable
+from . import files
 
-CONFIG, ENVIRONMENT, METRICS = "config.json", "environment.json", "metrics.jsonl"
-FORMERLY: Mapping[str, Any] = {"processes": 1, "options": {}, "plugin": None, "text": None}
-"""What a config means that was written before there was such a key."""
-
-_UNKNOWN = ("text",)
-"""Keys of which None says that nobody knows, rather than that there is nothing."""
+CONFIG, ENVIRONMENT, MEASUREMENTS = "config.json", "environment.json", "metrics.jsonl"
+CHECKPOINT, WEIGHTS = "checkpoint.pt", "weights.pt"
 
 
 class OtherRunError(ValueError):
-    """The folder holds a run of other settings."""
+    """The folder holds a run with other settings."""
 
 
 class DamagedRunError(ValueError):
@@ -41,12 +38,12 @@ class Run:
 
     @property
     def exists(self) -> bool:
-        """Whether it was begun."""
+        """Whether the run was begun."""
         return (self.folder / CONFIG).exists()
 
     @property
     def environment(self) -> dict[str, Any]:
-        """Where it was begun."""
+        """Versions and machine when the run was begun."""
         return dict(json.loads((self.folder / ENVIRONMENT).read_text(encoding="utf-8")))
 
     @property
@@ -55,79 +52,73 @@ class Run:
         path = self.folder / CONFIG
         try:
             return dict(json.loads(path.read_text(encoding="utf-8")))
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise DamagedRunError(f"{path} is damaged: delete it to begin this run anew") from error
 
     @property
     def records(self) -> list[dict[str, Any]]:
-        """Everything measured so far; a last line that is still being written is not part of it."""
-        path = self.folder / METRICS
+        """All measurements; a last line without its end is still being written and left out."""
+        path = self.folder / MEASUREMENTS
         lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
         return [self._record(number, line) for number, line in enumerate(lines, start=1)]
 
     def _record(self, number: int, line: bytes) -> dict[str, Any]:
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             record = None
         if not isinstance(record, dict) or "kind" not in record:
             raise self.damaged(number)
         return record
 
     def damaged(self, number: int) -> DamagedRunError:
-        """The error that says that this line, counted from 1, holds no measurement."""
-        path = self.folder / METRICS
+        """The error that names this line, counted from 1, as no measurement."""
+        path = self.folder / MEASUREMENTS
         return DamagedRunError(f"{path}, line {number}, is damaged: mend it, or delete the file to measure anew")
 
     def add(self, *records: Mapping[str, Any]) -> None:
-        """Appends one line per record, all of them at once; on return they are on the disk."""
-        durable.append(self.folder / METRICS, _lines(records))
+        """Appends one line per record, all at once; when it returns, they are on the disk."""
+        files.append(self.folder / MEASUREMENTS, _lines(records))
 
 
 def open_run(folder: Path, config: Mapping[str, Any], *, free: Collection[str] = ()) -> Run:
-    """The run in this folder, begun or taken up again; OSError if it cannot be written, OtherRunError if it differs.
-
-    Keys of the config that are ``free`` may differ; the folder's stay.
-    """
+    """The run in this folder, new or continued; OtherRunError if its settings differ, but for the ``free`` keys."""
     folder.mkdir(parents=True, exist_ok=True)
-    # found out before the work starts rather than after it
-    with tempfile.TemporaryFile(dir=folder):
+    with tempfile.TemporaryFile(dir=folder):  # fails now rather than after hours of work
         pass
     run = Run(folder)
-    if (folder / CONFIG).exists():
+    if run.exists:
         require_same(run, config, free=free)
-        _drop_half_a_line(folder / METRICS)
+        _drop_half_a_line(folder / MEASUREMENTS)
         return run
-    (folder / METRICS).unlink(missing_ok=True)
+    (folder / MEASUREMENTS).unlink(missing_ok=True)
     _write_json(folder / ENVIRONMENT, environment())
-    _write_json(folder / CONFIG, config)  # with its config.json a run exists
+    _write_json(folder / CONFIG, config)  # last, because with it the run exists
     return run
 
 
 def require_same(run: Run, config: Mapping[str, Any], *, free: Collection[str] = ()) -> None:
-    """OtherRunError if the run's config is not this one, but for keys that are ``free``."""
-    if differing := differences(config, run.config, free=free):
-        raise OtherRunError(f"{run.folder} holds a run with other {', '.join(differing)}: choose another --out")
+    """OtherRunError if the run has another config, not counting the ``free`` keys."""
+    if names := differences(config, run.config, free=free):
+        raise OtherRunError(f"{run.folder} holds a run with other {', '.join(names)}: choose another --out")
 
 
 def differences(config: Mapping[str, Any], other: Mapping[str, Any], *, free: Collection[str] = ()) -> list[str]:
-    """The keys in which two configs differ, but for those that are ``free`` and for what is not known."""
-    wanted, found = ({**FORMERLY, **json.loads(json.dumps(one))} for one in (config, other))
-    unknown = [key for key in _UNKNOWN if None in (wanted[key], found[key])]
-    keys = [key for key in {**wanted, **found} if key not in free and key not in unknown]
-    return [key for key in keys if wanted.get(key) != found.get(key)]
+    """The keys in which two configs differ, without the ``free`` ones."""
+    first, second = (json.loads(json.dumps(one)) for one in (config, other))
+    return [key for key in {**first, **second} if key not in free and first.get(key) != second.get(key)]
 
 
 def amend(run: Run, **changes: Any) -> None:
-    """Changes what the run's config says."""
+    """Changes entries of the run's config."""
     _write_json(run.folder / CONFIG, {**run.config, **changes})
 
 
 def replace_records(run: Run, records: Iterable[Mapping[str, Any]]) -> None:
-    """Makes these all that the run measured: those of the state that it goes on from."""
-    path, lines = run.folder / METRICS, _lines(records)
+    """Replaces all measurements of the run, by those of the checkpoint from which it continues."""
+    path, lines = run.folder / MEASUREMENTS, _lines(records)
     if not path.exists() or path.read_bytes() != lines:
-        durable.replace(path, lines)
+        files.replace(path, lines)
 
 
 def _lines(records: Iterable[Mapping[str, Any]]) -> bytes:
@@ -135,49 +126,52 @@ def _lines(records: Iterable[Mapping[str, Any]]) -> bytes:
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    durable.replace(path, (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode())
+    files.replace(path, (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode())
 
 
 def _drop_half_a_line(path: Path) -> None:
-    """An interrupt may have cut the last line off; what it stood for is measured again."""
-    if path.exists():
-        content = path.read_bytes()
-        whole = content[: content.rfind(b"\n") + 1]
-        if whole != content:
-            durable.replace(path, whole)
+    """Removes a last line that an interrupt has cut off."""
+    if path.exists() and not (content := path.read_bytes()).endswith(b"\n"):
+        files.replace(path, content[: content.rfind(b"\n") + 1])
+
+
+def save_state(path: Path, state: dict[str, Any]) -> None:
+    """Writes tensors and plain containers to a file; if that fails, the file keeps its old content."""
+    buffer = io.BytesIO()  # torch, given a file, hides the system's error, such as a full disk
+    torch.save(state, buffer)
+    files.replace(path, buffer.getvalue())
+
+
+def load_state(path: Path) -> dict[str, Any] | None:
+    """The state in a file; None if there is no file, DamagedRunError if it cannot be read."""
+    if not path.exists():
+        return None
+    content = path.read_bytes()
+    try:
+        damaged = zipfile.ZipFile(io.BytesIO(content)).testzip()  # torch does not look at the checksums it writes
+        state: dict[str, Any] = torch.load(io.BytesIO(content), weights_only=True)
+    except Exception as error:  # torch and pickle raise nearly anything
+        raise damaged_state(path) from error
+    if damaged:
+        raise damaged_state(path)
+    return state
+
+
+def damaged_state(path: Path) -> DamagedRunError:
+    """The error that says that the file is no state of this run."""
+    return DamagedRunError(f"{path} is damaged, or of another run: delete it to train from the start")
 
 
 def environment() -> dict[str, Any]:
-    """What a result depends on, versions and threads."""
+    """Versions, processor and threads, on which a result may depend."""
+    source = Path("/proc/cpuinfo")
+    lines = source.read_text(encoding="utf-8").splitlines() if source.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return {
         "hesscale": hesscale.__version__,
         "torch": str(torch.__version__),
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",
-        "processor": _processor(),
+        "processor": f"{names[0] if names else platform.processor()}, {torch.backends.cpu.get_cpu_capability()}",
         "threads": torch.get_num_threads(),
     }
-
-
-def _processor() -> str:
-    """Its name, where the system tells it, and the instructions torch uses on it."""
-    source = Path("/proc/cpuinfo")
-    lines = source.read_text(encoding="utf-8").splitlines() if source.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else platform.processor()}, {torch.backends.cpu.get_cpu_capability()}"
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    """Torch computes with so many threads in here."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def one_thread() -> AbstractContextManager[None]:
-    """Torch computes with one thread in here: small networks gain nothing from more, and times vary less."""
-    return threads(1)

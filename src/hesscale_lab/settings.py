@@ -1,19 +1,30 @@
-"""What a training depends on: its settings, the command that repeats it, and the folder it belongs in."""
+"""What a training depends on: its settings, the command that repeats it, and its folder."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from .options import Options, flags, label, words
+from .options import Options, as_text, label, option_words
 from .plugins import Plugin
+
+LARGEST = 1e100
+"""Numbers beyond it cannot be squared."""
+MOST = 10**9 - 1
+"""The largest seed, and the largest number of epochs or examples."""
+
+
+def is_step_size(lr: float) -> bool:
+    """Whether a run may have this lr."""
+    return 0 < lr < LARGEST
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything a result depends on."""
+    """Everything that a training's result depends on."""
 
     task: str
     optimizer: str
@@ -22,12 +33,12 @@ class Settings:
     beta2: float
     seed: int
     epochs: int
-    subset: int | None = None  # of the training examples
-    fields: tuple[tuple[str, Any], ...] = ()  # of the task, with values other than the table's
+    subset: int | None = None  # how many training examples to use
+    fields: tuple[tuple[str, Any], ...] = ()  # of the task, where they differ from the table's
     processes: int = 1  # that share each batch
-    options: Options = ()  # of the optimizer, where they are not what is usual
-    plugin: Plugin | None = None  # where task or optimizer come from
-    text: str | None = None  # the digest of what it learns from, of a task that learns from a file of the user's
+    options: Options = ()
+    plugin: Plugin | None = None  # the file that defines the task or the optimizer
+    text: str | None = None  # the digest of the text, for a task that learns from a file of the user's
 
     @property
     def label(self) -> str:
@@ -35,47 +46,44 @@ class Settings:
         return label(self.optimizer, self.options)
 
     def as_config(self) -> dict[str, Any]:
-        """The settings as config.json holds them, with the command that repeats the run."""
-        config = {"kind": "train", "command": self._command(), **asdict(self), "fields": dict(sorted(self.fields))}
-        config["options"] = dict(self.options)
-        for name in ("options", "plugin", "text"):  # without them a config is as it was before there were any
-            if not config[name]:
-                del config[name]
-        return config
+        """The content of config.json: the settings, and the command that repeats the run."""
+        config = {"kind": "train", "command": self._command(), **asdict(self)}
+        return config | {"fields": dict(sorted(self.fields)), "options": dict(self.options)}
 
     def _command(self) -> str:
-        options = {
-            "optimizer": self.optimizer,
-            "lr": self.lr,
-            "beta1": self.beta1,
-            "beta2": self.beta2,
-            "seed": self.seed,
-            "epochs": self.epochs,
-            "subset": self.subset,
-        }
-        said = [f"--{name} {quote(str(value))}" for name, value in options.items() if value is not None]
-        said += flags(self.options)
-        said += [f"--plugin {quote(self.plugin.name)}"] if self.plugin else []
-        said += [f"--field {quote(f'{name}={value}')}" for name, value in sorted(self.fields)]
+        names = ("optimizer", "lr", "beta1", "beta2", "seed", "epochs", "subset")
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        words = [f"--{name} {quote(str(value))}" for name, value in given.items()]
+        words += [f"--{name.replace('_', '-')} {as_text(value)}" for name, value in self.options]
+        words += [f"--plugin {quote(self.plugin.name)}"] if self.plugin else []
+        words += [f"--field {quote(f'{name}={value}')}" for name, value in sorted(self.fields)]
         together = f"torchrun --nproc-per-node {self.processes} -m hesscale_lab.cli"
-        return " ".join(["hesscale" if self.processes == 1 else together, "train", self.task, *said])
+        return " ".join(["hesscale" if self.processes == 1 else together, "train", self.task, *words])
+
+
+def settings_of(config: Mapping[str, Any]) -> Settings:
+    """The settings in a run's config.json."""
+    values = {field.name: config[field.name] for field in fields(Settings)}
+    pairs = {name: tuple(sorted(values[name].items())) for name in ("fields", "options")}
+    plugin = values["plugin"] and Plugin(**values["plugin"])
+    return Settings(**{**values, **pairs, "plugin": plugin})
 
 
 def folder_of(settings: Settings, root: Path) -> Path:
-    """Where a run of these settings belongs, such as root/mnist-mlp/Adam/lr1e-04-b0-b0.9999-e20/seed0."""
+    """The folder of a run, such as root/mnist-mlp/Adam/lr1e-04-b0-b0.9999-e20/seed0."""
     parts = [
-        f"lr{_number(settings.lr, '.0e')}",
-        f"b{_number(settings.beta1, 'g')}",
-        f"b{_number(settings.beta2, 'g')}",
+        f"lr{_short(settings.lr, '.0e')}",
+        f"b{_short(settings.beta1, 'g')}",
+        f"b{_short(settings.beta2, 'g')}",
         f"e{settings.epochs}",
         *([] if settings.subset is None else [f"n{settings.subset}"]),
         *([] if settings.processes == 1 else [f"p{settings.processes}"]),
-        *words(settings.options),
+        *option_words(settings.options),
         *(f"{name}={value}".replace("/", "_") for name, value in sorted(settings.fields)),
     ]
     return root / settings.task / settings.optimizer / "-".join(parts) / f"seed{settings.seed}"
 
 
-def _number(value: float, short: str) -> str:
-    text = format(value, short)
+def _short(value: float, form: str) -> str:
+    text = format(value, form)
     return text if float(text) == value else repr(float(value))

@@ -1,7 +1,4 @@
-"""The paper's search: a grid of settings, the one with the smallest area under the validation loss, its repeats.
-
-How runs are computed is the subject of ``workers``; here is what to run and what to choose.
-"""
+"""The paper's search: a grid of settings, the smallest area under the validation loss, and its repeats."""
 
 from __future__ import annotations
 
@@ -15,14 +12,12 @@ from .compact import find_run
 from .histories import State, is_finished, read_history
 from .optimizers import optimizer_named
 from .options import Options
-from .plugins import Plugin
 from .runs import Run
-from .settings import Settings
-from .workers import Progress, Standing, settings_of
-from .workers import run_all as run_all  # where a user of this file looks for it
+from .settings import Settings, settings_of
+from .workers import Progress, Status
 
 SEED = 0
-"""The seed of the search. The repeats begin with it, so that the chosen run is not computed again."""
+"""The seed of the search. The repeats begin with it, so the chosen run is not computed again."""
 
 
 @dataclass(frozen=True)
@@ -36,18 +31,13 @@ class Grid:
 
 PAPER = Grid()
 
-TASK_GRIDS: Mapping[str, Grid] = {
-    # on CIFAR-100 the authors searched for the step size alone
-    "cifar100-3c3d": Grid((1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0), (0.9,), (0.999,)),
-    "cifar100-allcnnc": Grid((1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0), (0.9,), (0.999,)),
-}
-"""What differs from PAPER, by task."""
+TASK_GRIDS: Mapping[str, Grid] = dict.fromkeys(
+    ("cifar100-3c3d", "cifar100-allcnnc"), Grid((*PAPER.lrs, 1.0), (0.9,), (0.999,))
+)
+"""The tasks with another grid than PAPER: on CIFAR-100 the authors searched for the step size alone."""
 
-OPTIMIZER_LRS: Mapping[str, tuple[float, ...]] = {
-    # the authors chose 1e-6, which is not in the grid of their code: "range selected for each method"
-    "AdaBL89": (1e-8, 1e-7, 1e-6, 1e-5, 1e-4),
-}
-"""Step sizes that differ from the task's, by optimizer."""
+OPTIMIZER_LRS: Mapping[str, tuple[float, ...]] = {"AdaBL89": (1e-8, 1e-7, 1e-6, 1e-5, 1e-4)}
+"""The optimizers with other step sizes: the authors chose 1e-6, which is not in the grid of their code."""
 
 
 def grid(
@@ -58,31 +48,23 @@ def grid(
     lrs: Sequence[float] | None = None,
     beta1s: Sequence[float] | None = None,
     beta2s: Sequence[float] | None = None,
-    subset: int | None = None,
     fields: Sequence[tuple[str, Any]] = (),
     options: Sequence[Options] = ((),),
-    plugin: Plugin | None = None,
-    text: str | None = None,
     seed: int = SEED,
+    **same: Any,
 ) -> list[Settings]:
-    """All settings to try; what is not given comes from the tables above. Of ``options``, those the optimizer takes."""
-    made = optimizer_named(optimizer)
-    row = TASK_GRIDS.get(task, PAPER)
-    lrs = lrs or OPTIMIZER_LRS.get(optimizer, row.lrs)
-    betas = product(beta1s or row.beta1s, beta2s or row.beta2s)
-    pairs = list(betas) if made.betas else [(0.0, 0.0)]  # one run per step size
-    same: dict[str, Any] = {
-        "seed": seed,
-        "epochs": epochs,
-        "subset": subset,
-        "fields": tuple(sorted(fields)),
-        "plugin": plugin,
-        "text": text,
-    }
-    fitting = [tuple((name, value) for name, value in one if name in made.takes) for one in options]
+    """All settings to try, with the tables' values where none are given, and the options that the optimizer takes.
+
+    ``same``: further fields of Settings, the same in all.
+    """
+    spec, usual = optimizer_named(optimizer), TASK_GRIDS.get(task, PAPER)
+    lrs = lrs or OPTIMIZER_LRS.get(optimizer, usual.lrs)
+    betas = [*product(beta1s or usual.beta1s, beta2s or usual.beta2s)] if spec.betas else [(0.0, 0.0)]
+    fitting = [tuple((name, value) for name, value in one if name in spec.takes) for one in options]
+    same |= {"seed": seed, "epochs": epochs, "fields": tuple(sorted(fields))}
     settings = [
         Settings(task, optimizer, float(lr), float(beta1), float(beta2), **same, options=given)
-        for given, lr, (beta1, beta2) in product(fitting, lrs, pairs)
+        for given, lr, (beta1, beta2) in product(fitting, lrs, betas)
     ]
     return list(dict.fromkeys(settings))
 
@@ -90,7 +72,7 @@ def grid(
 def area(run: Run) -> float:
     """Σ over epochs 0 … E of the mean validation loss; ValueError if the run has not ended.
 
-    After a run became not finite its loss of epoch 0 is used, as in the authors' harness; ∞ if not even that is finite.
+    After a run became not finite its loss of epoch 0 is used, as in the authors' harness; ∞ if that is not finite.
     """
     history = read_history(run)
     if history is None and is_finished(run):
@@ -101,7 +83,7 @@ def area(run: Run) -> float:
 
 
 def choose(runs: Iterable[Run]) -> Settings:
-    """The setting with the smallest area, averaged over its seeds where there are several; the first among equals."""
+    """The setting with the smallest area, averaged over its seeds; the first one among equals."""
     areas: dict[Settings, list[float]] = {}
     for run in runs:
         areas.setdefault(replace(settings_of(run.config), seed=SEED), []).append(area(run))
@@ -111,13 +93,13 @@ def choose(runs: Iterable[Run]) -> Settings:
 
 
 def repeats(settings: Settings, count: int) -> list[Settings]:
-    """The same with ``count`` seeds, the search's among them."""
-    return [replace(settings, seed=SEED + place) for place in range(count)]
+    """The same settings with ``count`` seeds, the first of them the search's."""
+    return [replace(settings, seed=SEED + number) for number in range(count)]
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """What was searched, what was chosen for each optimizer (with its options) that has a result, and its repeats."""
+    """The runs of the search, the choice for each optimizer (with its options) that has a result, and its repeats."""
 
     searched: list[Progress]
     chosen: dict[str, Settings]
@@ -125,14 +107,14 @@ class Sweep:
 
     @property
     def failed(self) -> list[Progress]:
-        """Runs without a result; each once."""
-        return list({p.folder: p for p in (*self.searched, *self.repeated) if p.standing is Standing.FAILED}.values())
+        """The runs without a result, each once."""
+        return list({p.folder: p for p in (*self.searched, *self.repeated) if p.status is Status.FAILED}.values())
 
 
 def sweep(settings: Sequence[Settings], *, seeds: int, run: Callable[[Sequence[Settings]], list[Progress]]) -> Sweep:
-    """The whole search: ``run`` all settings, choose for each optimizer, ``run`` the repeats of what was chosen.
+    """The whole search: runs all settings, chooses for each optimizer, runs the repeats of the choice.
 
-    An optimizer with other options is another one. A run that failed is not chosen from.
+    An optimizer with other options is another optimizer. Failed runs are not chosen from.
     """
     searched = run(settings)
     chosen = {}

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hesscale_lab.coverage import as_markdown, measure
+from hesscale_lab.cli.coverage import as_markdown, measure
 
 PAGE = Path(__file__).parents[2] / "docs" / "coverage.md"
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from typer.testing import CliRunner
 
 from hesscale_lab import cli
 from hesscale_lab.cli import COMMANDS, app
-from hesscale_lab.locks import alone
+from hesscale_lab.startup import what_to_install
 
 HESSCALE = [sys.executable, "-m", "hesscale_lab"]
 
@@ -50,23 +52,6 @@ def test_a_missing_package_is_one_line_and_code_1(monkeypatch: pytest.MonkeyPatc
     result = CliRunner().invoke(app, ["report", "."])
     assert (result.exit_code, result.stdout) == (1, "")
     assert result.stderr == "hesscale: this needs rich: pip install 'hesscale[lab]'\n"
-
-
-def test_more_seeds_than_there_are_is_one_line_and_code_2(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["quality", "--seeds", "100000", "--out", str(tmp_path / "run")])
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr == "hesscale: --seeds must be at most 99999, not 100000\n"
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize("command", ["quality", "cost"])
-def test_a_study_in_use_is_one_line_and_code_1(command: str, tmp_path: Path) -> None:
-    with alone(tmp_path):
-        result = CliRunner().invoke(app, [command, "--quick", "--out", str(tmp_path)])
-    assert (result.exit_code, result.stdout) == (1, "")
-    assert result.stderr.startswith(f"hesscale: process {os.getpid()} on ")
-    assert result.stderr.endswith(f" works in {tmp_path}: wait for its end, or stop it\n")
-    assert not list(tmp_path.iterdir())
 
 
 SLOW_IMPORT = """
@@ -133,3 +118,24 @@ def test_ctrl_c_in_a_training_is_one_line_and_it_goes_on(tmp_path: Path) -> None
     assert said.splitlines()[-1] == f"hesscale: stopped; the same command goes on from what is in {tmp_path}"
     assert "Traceback" not in said
     assert len(list(tmp_path.rglob("checkpoint.pt"))) == 1
+
+
+@pytest.mark.parametrize("missing", ["typer", "rich", "matplotlib"])
+def test_without_the_extra_it_says_what_to_install(missing: str) -> None:
+    code = f"import sys; sys.modules[{missing!r}] = None; from hesscale_lab.__main__ import main; main()"
+    done = subprocess.run([sys.executable, "-c", code, "quality", "--help"], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr == f"hesscale: this needs {missing}: pip install 'hesscale[lab]'\n"
+
+
+def test_the_installed_command_is_the_one_that_says_it() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert project["scripts"] == {"hesscale": "hesscale_lab.__main__:main"}
+    imported_as = {"scikit-learn": "sklearn", "pillow": "PIL"}
+    wanted = [re.split("[<>=]", one)[0] for one in project["optional-dependencies"]["lab"]]
+    for module in (imported_as.get(name, name) for name in wanted):
+        assert what_to_install(ModuleNotFoundError(name=f"{module}.part")).endswith("pip install 'hesscale[lab]'")
+    assert what_to_install(ModuleNotFoundError(name="scipy")) == "this needs scipy: pip install scipy"
+    with pytest.raises(ModuleNotFoundError):  # a mistake of ours is not to be installed away
+        what_to_install(ModuleNotFoundError(name="hesscale_lab.nothing"))

@@ -5,23 +5,21 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import typer
-from typer.testing import CliRunner
 
 from hesscale_lab import workers
-from hesscale_lab.cli.sweep import sweep as sweep_command
 from hesscale_lab.histories import State, read_history
 from hesscale_lab.options import combinations
-from hesscale_lab.settings import Settings, folder_of
-from hesscale_lab.sweeps import area, choose, grid, repeats, run_all, settings_of, sweep
-from hesscale_lab.workers import Progress, Standing, WorkersError, cluster, standing_of
+from hesscale_lab.settings import Settings, folder_of, settings_of
+from hesscale_lab.sweeps import area, choose, grid, repeats, sweep
+from hesscale_lab.workers import Progress, Status, WorkersError, cluster, progress_of, run_all
 
+from .command import lab
 from .made_up_runs import ADAM, cut_off, make_run, make_seeds
 
 
@@ -59,7 +57,7 @@ def test_an_optimizer_with_other_options_is_chosen_for_by_itself(tmp_path: Path)
     for settings, last in ((plain, 1.0), (replace(plain, lr=1.0), 2.0), (lazy, 2.0), (replace(lazy, lr=1.0), 1.5)):
         make_run(tmp_path, settings, [2, 1, 1, last])
     asked = [*(replace(one, lr=lr) for one in (plain, lazy) for lr in (1e-3, 1.0))]
-    found = sweep(asked, seeds=1, run=lambda wanted: [standing_of(one, folder_of(one, tmp_path)) for one in wanted])
+    found = sweep(asked, seeds=1, run=lambda wanted: [progress_of(one, folder_of(one, tmp_path)) for one in wanted])
     assert found.chosen == {"AdaHesScale": plain, "AdaHesScale every=10": replace(lazy, lr=1.0)}
 
 
@@ -91,7 +89,7 @@ def test_a_run_with_a_hole_is_computed_again_and_not_chosen(end: str, epoch: int
     path.write_text("".join(lines[:lost] + lines[lost + 1 :]))
     history = read_history(run)
     assert history is None or (history.state, history.epochs) == (State.UNFINISHED, lost - 1)
-    assert standing_of(ADAM, run.folder).standing is Standing.WAITING
+    assert progress_of(ADAM, run.folder).status is Status.WAITING
     with pytest.raises(ValueError, match="has not ended"):
         choose([run])
 
@@ -133,7 +131,7 @@ def test_a_failed_run_is_not_chosen_from(tmp_path: Path) -> None:
     def run(settings: Sequence[Settings]) -> list[Progress]:
         asked.append(settings)
         return [
-            Progress(one, folder_of(one, tmp_path), Standing.FAILED if one == bad else Standing.FINISHED)
+            Progress(one, folder_of(one, tmp_path), Status.FAILED if one == bad else Status.FINISHED)
             for one in settings
         ]
 
@@ -147,7 +145,7 @@ def test_finished_runs_need_no_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     make_run(tmp_path, ADAM, [2, 1, 1, 1])
     monkeypatch.setitem(sys.modules, "ray", None)
     (found,) = run_all([ADAM], tmp_path)
-    assert (found.standing, found.epoch, found.valid_loss) == (Standing.FINISHED, 3, 1)
+    assert (found.status, found.epoch, found.valid_loss) == (Status.FINISHED, 3, 1)
 
 
 def test_missing_ray_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +154,9 @@ def test_missing_ray_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyP
         run_all([ADAM], tmp_path)
 
 
-def test_a_cluster_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
+def test_a_cluster_that_is_not_there_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = SimpleNamespace(is_initialized=lambda: False, shutdown=lambda: None)  # other tests have started the real one
+    monkeypatch.setattr(workers, "_ray", lambda: ray)
     with pytest.raises(WorkersError, match=r"cannot join a Ray cluster at 127.0.0.1:1: .*refused"):
         run_all([ADAM], tmp_path, address="127.0.0.1:1")
 
@@ -190,13 +190,6 @@ def made_up_training(calls: Path) -> Callable[..., None]:
     return train
 
 
-@pytest.fixture(scope="module")
-def two_workers() -> Iterator[None]:
-    with cluster(workers=2) as room:
-        assert room == 2
-        yield
-
-
 def test_runs_survive_their_workers(two_workers: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("calls").mkdir()
@@ -204,52 +197,21 @@ def test_runs_survive_their_workers(two_workers: None, tmp_path: Path, monkeypat
     make_run(root, RUNS["done before"], [2, 1, 1, 1])
     train = made_up_training(tmp_path / "calls")
     found = run_all([*RUNS.values()], root, data=Path("data"), workers=2, watch=boards.append, train=train)
-    standings = dict(zip(RUNS, (progress.standing for progress in found), strict=True))
-    assert standings == {
-        "fine": Standing.FINISHED,
-        "dies once": Standing.FINISHED,
-        "raises": Standing.FAILED,
-        "breaks": Standing.NOT_FINITE,
-        "done before": Standing.FINISHED,
+    statuses = dict(zip(RUNS, (progress.status for progress in found), strict=True))
+    assert statuses == {
+        "fine": Status.FINISHED,
+        "dies once": Status.FINISHED,
+        "raises": Status.FAILED,
+        "breaks": Status.NOT_FINITE,
+        "done before": Status.FINISHED,
     }
     calls = {path.name: path.read_text() for path in Path("calls").iterdir()}
     assert set(calls) == {"0.1-0", "0.01-0", "0.01-1", "0.001-0", "0.0001-0"}
     assert set(calls.values()) == {f"1 {tmp_path / 'data'}"}
     assert found[2].error == "ArithmeticError: two lines"
     assert found[2].folder == folder_of(RUNS["raises"], tmp_path / "runs")
-    assert [progress.standing for progress in boards[0]] == [Standing.WAITING] * 4 + [Standing.FINISHED]
+    assert [progress.status for progress in boards[0]] == [Status.WAITING] * 4 + [Status.FINISHED]
     assert boards[-1] == found
-
-
-app = typer.Typer()
-app.command()(sweep_command)
-
-
-@pytest.mark.parametrize(
-    "arguments, complaint",
-    [
-        (["nothing"], "unknown task 'nothing': choose among digits"),
-        (["digits", "--optimizers", "Adam,Foo"], "unknown optimizer 'Foo': choose among SGD"),
-        (["digits", "--optimizers", ","], "--optimizers names none"),
-        (["digits", "--lrs", "a,b"], "--lrs takes numbers with commas between them, not 'a,b'"),
-        (["digits", "--lrs", "1e-3,0"], "--lrs must be above 0"),
-        (["digits", "--beta2s", "1"], "--beta2s must be at least 0 and below 1"),
-        (["digits", "--seeds", "0"], "--seeds must be at least 1"),
-        (["digits", "--threads", "0"], "--threads must be at least 1"),
-        (["digits", "--field", "activation=foo"], "unknown activation 'foo': choose among"),
-        (["digits", "--every", "1,x"], "--every must be a whole number of steps, 1 or more, not 'x'"),
-        (["digits", "--optimizers", "Adam,SGD", "--rank", "0,1"], "rank does not go with Adam or SGD"),
-        (["digits", "--lrs", "1e-3,inf"], "--lrs must be above 0 and below 1e+100"),
-        (["digits", "--seeds", "1000000000"], "--seeds must be at most 999999999"),
-        (["digits", "--optimizers", "SGD", "--beta1s", "0,0.9"], "beta1s does not go with SGD: leave --beta1s out"),
-    ],
-)
-def test_bad_input_is_one_line(arguments: list[str], complaint: str, tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, [*arguments, "--out", str(tmp_path / "runs")])
-    assert result.exit_code == 2
-    assert complaint in result.stderr
-    assert result.stderr.count("\n") == 1
-    assert not (tmp_path / "runs").exists()
 
 
 def test_the_command_searches_with_other_fields(tmp_path: Path) -> None:
@@ -257,9 +219,8 @@ def test_the_command_searches_with_other_fields(tmp_path: Path) -> None:
     make_seeds(tmp_path, relu, [[2, 1, 1, 1]])
     options = ["--optimizers", "Adam", "--lrs", "1e-3", "--beta1s", "0", "--beta2s", "0.999", "--epochs", "3"]
     fields = ["--field", "width=0.5", "--field", "activation=relu"]
-    result = CliRunner().invoke(app, ["digits", *options, *fields, "--seeds", "1", "--out", str(tmp_path)])
-    assert result.exit_code == 0
-    assert "│ 5.000 │" in result.stdout
+    code, printed, _ = lab("sweep", "digits", *options, *fields, "--seeds", 1, "--out", tmp_path)
+    assert code == 0 and "│ 5.000 │" in printed
 
 
 def test_threads_take_as_many_cores(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,10 +241,10 @@ def test_the_command_reads_what_is_finished_and_shows_the_choice(tmp_path: Path)
     for lr, last in ((1e-3, 1.0), (1e-2, 0.5)):
         make_seeds(tmp_path, replace(ADAM, lr=lr), [[2, 1, 1, last], [2, 1, 1, last]])
     options = ["--optimizers", "Adam", "--lrs", "1e-3,1e-2", "--beta1s", "0", "--beta2s", "0.999", "--epochs", "3"]
-    result = CliRunner().invoke(app, ["digits", *options, "--seeds", "2", "--out", str(tmp_path)])
-    assert result.exit_code == 0
-    assert "│ 1e-2 │ 0, 0.999 │ 4.500 │ 0.5000 ± 0.0000 │ 95.00 ± 0.00 │" in result.stdout
+    code, printed, _ = lab("sweep", "digits", *options, "--seeds", 2, "--out", tmp_path)
+    assert code == 0
+    assert "│ 1e-2 │ 0, 0.999 │ 4.500 │ 0.5000 ± 0.0000 │ 95.00 ± 0.00 │" in printed
     (tmp_path / "two words").mkdir()
     (tmp_path / "digits").rename(tmp_path / "two words" / "digits")
-    result = CliRunner().invoke(app, ["digits", *options, "--seeds", "2", "--out", str(tmp_path / "two words")])
-    assert f"`hesscale report '{tmp_path / 'two words' / 'digits'}'` draws" in result.stdout
+    _, printed, _ = lab("sweep", "digits", *options, "--seeds", 2, "--out", tmp_path / "two words")
+    assert f"`hesscale report '{tmp_path / 'two words' / 'digits'}'` draws" in printed

@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 from torch.multiprocessing import spawn
 
-from hesscale_lab import batches, checkpoints, durable, training
+from hesscale_lab import batches, files, training
+from hesscale_lab.files import InUseError, alone
 from hesscale_lab.histories import is_finished
-from hesscale_lab.locks import InUseError, alone
 from hesscale_lab.plugins import Plugin
 from hesscale_lab.processes import Team
-from hesscale_lab.runs import DamagedRunError, OtherRunError, Run
+from hesscale_lab.runs import CHECKPOINT, DamagedRunError, OtherRunError, Run, load_state
 from hesscale_lab.settings import Settings, folder_of
 from hesscale_lab.training import train, trained_model
 
@@ -74,10 +74,10 @@ def test_what_a_run_leaves_behind(tmp_path: Path) -> None:
 
 def test_a_finished_run_returns_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = measured(train(SMALL, tmp_path))
-    (tmp_path / checkpoints.NAME).write_text("left by a kill before it was deleted")
+    (tmp_path / CHECKPOINT).write_text("left by a kill before it was deleted")
     monkeypatch.setattr(training, "load_data", lambda *more, **options: pytest.fail("nothing needs to be read"))
     assert measured(train(SMALL, tmp_path)) == before
-    assert not (tmp_path / checkpoints.NAME).exists()
+    assert not (tmp_path / CHECKPOINT).exists()
     with pytest.raises(OtherRunError, match="holds a run with other"):
         train(replace(SMALL, lr=0.02), tmp_path)
 
@@ -130,7 +130,7 @@ def test_a_value_that_is_not_finite_ends_the_run(tmp_path: Path, monkeypatch: py
     run = train(replace(SMALL, optimizer="SGD", lr=1e38), tmp_path / "SGD")
     assert run.records[-1]["kind"] == "end" and run.records[-1]["reason"] == "not finite"
     assert (run.records[-1]["epoch"], len(run.records)) == (1, 2)
-    assert is_finished(run) and not (run.folder / checkpoints.NAME).exists()
+    assert is_finished(run) and not (run.folder / CHECKPOINT).exists()
 
     def poisoned(optimizer: torch.optim.Optimizer, loss: Tensor, **more: Any) -> None:
         backward(optimizer, loss, **more)
@@ -145,14 +145,14 @@ def test_a_value_that_is_not_finite_ends_the_run(tmp_path: Path, monkeypatch: py
 def writes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What a run puts on the disk, in order."""
     made: list[str] = []
-    write = durable._write
+    write = files._write
 
     def noted(path: Path, mode: str, content: bytes) -> None:
         made.append(path.name.removesuffix(".new"))
         write(path, mode, content)
 
     with monkeypatch.context() as patch:
-        patch.setattr(durable, "_write", noted)
+        patch.setattr(files, "_write", noted)
         train(SMALL, folder)
     return made
 
@@ -171,7 +171,7 @@ def test_a_line_is_on_the_disk_before_the_checkpoint_that_implies_it(
 def test_a_full_disk_loses_nothing(place: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever write it is that fails."""
     done = []
-    write = durable._write
+    write = files._write
 
     def full(path: Path, mode: str, content: bytes) -> None:
         done.append(path)
@@ -179,7 +179,7 @@ def test_a_full_disk_loses_nothing(place: int, tmp_path: Path, monkeypatch: pyte
         if len(done) == place + 1:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(durable, "_write", full)
+    monkeypatch.setattr(files, "_write", full)
     with pytest.raises(OSError, match="No space left"):
         train(SMALL, tmp_path / "full")
     assert not list((tmp_path / "full").glob("*.new"))
@@ -252,8 +252,8 @@ def test_a_damaged_config_is_named(tmp_path: Path) -> None:
 
 def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
     run = interrupted(tmp_path, after=2)
-    path = tmp_path / checkpoints.NAME
-    state, whole = checkpoints.load(path), path.read_bytes()
+    path = tmp_path / CHECKPOINT
+    state, whole = load_state(path), path.read_bytes()
     assert state is not None
     foreign = [
         {"model": {}, "optimizer": {}},
@@ -299,14 +299,6 @@ def test_the_final_weights_can_be_loaded(tmp_path: Path) -> None:
     broken = train(replace(SMALL, optimizer="SGD", lr=1e38), tmp_path / "broken")
     with pytest.raises(FileNotFoundError, match=r"weights\.pt is not there"):
         trained_model(broken.folder)
-
-
-def test_a_run_from_before_processes_were_recorded_counts_as_one(tmp_path: Path) -> None:
-    run = train(SMALL, tmp_path)
-    config = {name: value for name, value in run.config.items() if name != "processes"}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    before = run.records
-    assert train(SMALL, tmp_path).records == before
 
 
 def test_the_command_can_be_given_to_a_shell() -> None:

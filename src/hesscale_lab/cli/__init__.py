@@ -1,4 +1,4 @@
-"""The ``hesscale`` command, one file per subcommand: they parse, call, print and write. They hold no numbers."""
+"""The ``hesscale`` command: each subcommand parses, calls, prints and writes."""
 
 from __future__ import annotations
 
@@ -10,10 +10,20 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from ..extras import what_to_install
-from ..interrupts import CODE, end_at_ctrl_c
+from ..startup import STOPPED, end_at_ctrl_c, what_to_install
 
-COMMANDS = ("train", "sweep", "report", "compact", "quality", "cost", "study", "inspect", "coverage")
+COMMANDS = {
+    "train": "train",
+    "sweep": "sweep",
+    "report": "report",
+    "compact": "report",
+    "quality": "study",
+    "cost": "study",
+    "study": "study",
+    "inspect": "inspect",
+    "coverage": "coverage",
+}
+"""The file of each command, which has a function of the command's name."""
 _STYLE: dict[str, Any] = {
     "add_completion": False,
     "rich_markup_mode": None,  # keeps the examples in --help on lines of their own
@@ -34,7 +44,7 @@ class _Commands(TyperGroup):
             return None
         try:
             with end_at_ctrl_c():
-                function = getattr(import_module(f".{cmd_name}", __name__), cmd_name)
+                function = getattr(import_module(f".{COMMANDS[cmd_name]}", __name__), cmd_name)
         except ModuleNotFoundError as error:
             typer.echo(f"hesscale: {what_to_install(error)}", err=True)
             raise typer.Exit(1) from error
@@ -43,12 +53,12 @@ class _Commands(TyperGroup):
         return typer.main.get_command(alone)
 
     def invoke(self, ctx: Any) -> Any:
-        """Runs what was asked for; Ctrl-C where the command itself has nothing to say about it is one line."""
+        """Runs the command; if it does not handle Ctrl-C itself, Ctrl-C prints one line."""
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
             typer.echo("hesscale: stopped", err=True)
-            raise typer.Exit(CODE) from None
+            raise typer.Exit(STOPPED) from None
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Writes the names and summaries into the help."""
@@ -57,8 +67,8 @@ class _Commands(TyperGroup):
 
 
 def _summary(name: str) -> str:
-    """The first line of a command's description, read in its source rather than imported."""
-    source = ast.parse(Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8"))
+    """The first line of a command's description, read from its source rather than imported."""
+    source = ast.parse(Path(__file__).with_name(f"{COMMANDS[name]}.py").read_text(encoding="utf-8"))
     (function,) = (node for node in source.body if isinstance(node, ast.FunctionDef) and node.name == name)
     return (ast.get_docstring(function) or "").partition("\n")[0]
 

@@ -1,4 +1,4 @@
-"""What all commands share: how they refuse, show progress and print tables."""
+"""What the commands share: options, errors in one line, progress bars and tables."""
 
 from __future__ import annotations
 
@@ -7,19 +7,28 @@ import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from ..extras import what_to_install
-from ..interrupts import CODE
-from ..locks import InUseError
+from ..files import InUseError
 from ..plugins import PluginFailure
 from ..runs import DamagedRunError, OtherRunError
+from ..settings import LARGEST, is_step_size
+from ..startup import STOPPED, what_to_install
 from ..tasks.archives import DataError
+
+Every = Annotated[str | None, typer.Option(help="Refresh curvature in every k-th step only [default: 1].")]
+Eps = Annotated[str | None, typer.Option(help="Added below the fraction of a step [default: 1e-8].")]
+Bound = Annotated[str | None, typer.Option(help="No entry moves by more than lr times it [default: none].")]
+TrustRegion = Annotated[str | None, typer.Option(help="Bounds the quadratic model's change [default: none].")]
+Rank = Annotated[str | None, typer.Option(help="Columns carried beside the diagonal, or full [default: 0].")]
+PluginFile = Annotated[
+    Path | None, typer.Option(help="A Python file with tasks or optimizers of your own, as TASKS and OPTIMIZERS.")
+]
 
 
 def stop(message: str, *, code: int) -> NoReturn:
@@ -30,7 +39,7 @@ def stop(message: str, *, code: int) -> NoReturn:
 
 @contextmanager
 def clear_errors(folder: Path) -> Iterator[None]:
-    """Whatever can go wrong with a run in this folder ends as one line; nothing that was measured is lost."""
+    """Ends the command with one line if anything goes wrong with a run in this folder."""
     try:
         yield
     except PluginFailure as error:
@@ -48,11 +57,11 @@ def clear_errors(folder: Path) -> Iterator[None]:
     except OSError as error:
         stop(f"cannot write to {folder}: {error.strerror or error}", code=1)
     except KeyboardInterrupt:
-        stop(f"stopped; the same command goes on from what is in {folder}", code=CODE)
+        stop(f"stopped; the same command goes on from what is in {folder}", code=STOPPED)
 
 
 def not_below(least: int, *, most: int | None = None) -> Any:
-    """The callback of an option that has a least value, and perhaps a largest."""
+    """The callback of an option with a smallest value, and perhaps a largest."""
 
     def check(option: typer.CallbackParam, value: int | None) -> int | None:
         if value is not None and value < least:
@@ -64,25 +73,35 @@ def not_below(least: int, *, most: int | None = None) -> Any:
     return check
 
 
+def check_numbers(name: str, numbers: Iterable[float], text: object) -> None:
+    """ValueError that names the option if a step size or a β is out of range; ``text`` is what was given."""
+    if name.startswith("lr"):
+        if not all(map(is_step_size, numbers)):
+            raise ValueError(f"--{name} must be above 0 and below {LARGEST:g}, not {text}")
+    elif not all(0 <= number < 1 for number in numbers):
+        raise ValueError(f"--{name} must be at least 0 and below 1, not {text}")
+
+
 def progress_bar() -> Progress:
     """A bar on stderr that leaves nothing behind."""
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    return Progress(*columns, console=Console(stderr=True), transient=True)
+    console = Console(stderr=True)
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
 def show(table: Table, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Prints a table whose first column is words and whose others are numbers, wider than the console if need be."""
-    for place, heading in enumerate(headings):
-        table.add_column(heading, justify="left" if not place else "right")
+    for number, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if number else "left")
     for row in rows:
         table.add_row(*row)
     console = Console(markup=False)
-    whole = console.measure(table, options=console.options.update(max_width=sys.maxsize)).maximum
-    console.width = max(console.width, whole)  # in too little room rich would cut numbers off
+    width = console.measure(table, options=console.options.update(max_width=sys.maxsize)).maximum
+    console.width = max(console.width, width)  # rich would cut numbers off
     console.print(table)
 
 
 def name_left_out(lines: Iterable[str]) -> None:
-    """Says on stderr what could not be read."""
+    """Names on stderr what could not be read."""
     for line in lines:
         typer.echo(f"hesscale: left out {line}", err=True)

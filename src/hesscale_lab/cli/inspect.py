@@ -18,11 +18,11 @@ from hesscale import MissingRuleError, applications
 from hesscale.applications import Inspection
 from hesscale.columns.dial import Rank
 
-from .. import durable
-from ..plots import inspection as plots
-from ..plots.drawn import as_png
+from .. import files
+from ..figures import as_png
+from ..report.inspection import figures
 from ..report.page import Picture, Section, page
-from ..report.table import Table
+from ..wording import Table
 from .console import clear_errors, not_below, show, stop
 
 _NOTE = (
@@ -52,19 +52,19 @@ def inspect(
       hesscale inspect train.py:make --rank 3
     """
     torch.manual_seed(seed)
-    model, loss_fn, found = _parts(_function(what)(), what)
-    how: dict[str, Any] = {"method": method, "rank": _rank(rank), "samples": samples}
-    how["generator"] = torch.Generator().manual_seed(seed)
-    chosen = found if batches is None else itertools.islice(found, batches)
+    model, loss_fn, every = _parts(_function(what)(), what)
+    options: dict[str, Any] = {"method": method, "rank": _rank(rank), "samples": samples}
+    options["generator"] = torch.Generator().manual_seed(seed)
+    chosen = every if batches is None else itertools.islice(every, batches)
     try:
-        result = applications.inspect(model, loss_fn, chosen, progress=sys.stderr.isatty(), **how)
+        result = applications.inspect(model, loss_fn, chosen, progress=sys.stderr.isatty(), **options)
     except (ValueError, TypeError, MissingRuleError) as error:
         stop(" ".join(str(error).split()), code=1)
-    title = f"Curvature of {type(model).__name__}, by {method}" + (f" with rank={rank}" if how["rank"] else "")
+    title = f"Curvature of {type(model).__name__}, by {method}" + (f" with rank={rank}" if options["rank"] else "")
     table = Table(title, result.rows[0], result.rows[1:], _NOTE)
     show(RichTable(title=table.title, caption=table.note), table.headings, table.rows)
     with clear_errors(out.parent):
-        durable.replace(out, _page(what, table, result).encode())
+        files.replace(out, _page(what, table, result).encode())
     typer.echo(f"wrote {out}")
 
 
@@ -76,8 +76,7 @@ def _function(what: str) -> Callable[[], Any]:
     function = getattr(module, name, None)
     if not callable(function):
         stop(f"{source} has no function {name}", code=2)
-    found: Callable[[], Any] = function
-    return found
+    return function
 
 
 def _from_file(path: Path) -> Any:
@@ -123,9 +122,8 @@ def _rank(text: str) -> Rank:
 
 def _page(what: str, table: Table, result: Inspection) -> str:
     order = ", ".join(layer.name for layer in result.most_sensitive[:5])
-    pictures = [
-        Picture(d.caption, f"{d.name}: {d.caption}", as_png(d.figure), None) for d in plots.figures(result.diagonal)
-    ]
+    plots = figures(result.diagonal)
+    pictures = [Picture(p.caption, f"{p.name}: {p.caption}", as_png(p.figure), None) for p in plots]
     sections = (
         Section("Layers", "layers", (f"Most sensitive to rounding: {order}.", table)),
         Section("Sizes of curvature", "sizes", tuple(pictures) or ("All entries are zero.",)),

@@ -17,19 +17,28 @@ from rich.table import Table
 
 from ..compact import find_run
 from ..histories import read_history
-from ..limits import LARGEST, MOST, is_step_size
 from ..optimizers import PAPERS, optimizer_named, require_betas
 from ..options import Options, combinations
 from ..plugins import named_in_errors, read_plugin
-from ..report.estimate import estimate, percent, plain
-from ..settings import Settings, folder_of
+from ..settings import MOST, Settings, folder_of
 from ..sweeps import Sweep, grid
 from ..sweeps import sweep as search
 from ..tasks.table import task_named
-from ..wording import power
-from ..workers import Progress, Standing, Watch, WorkersError, cluster, run_all, standing_of
-from .console import clear_errors, not_below, show, stop
-from .shared_options import Bound, Eps, Every, PluginFile, Rank, TrustRegion
+from ..wording import estimate, percent, plain, power
+from ..workers import Progress, Status, Watch, WorkersError, cluster, progress_of, run_all
+from .console import (
+    Bound,
+    Eps,
+    Every,
+    PluginFile,
+    Rank,
+    TrustRegion,
+    check_numbers,
+    clear_errors,
+    not_below,
+    show,
+    stop,
+)
 
 _count = not_below(1, most=MOST)
 
@@ -78,26 +87,26 @@ def sweep(
     """
     texts = {"every": every, "eps": eps, "bound": bound, "trust_region": trust_region, "rank": rank}
     try:
-        own = read_plugin(plugin) if plugin else None
+        source = read_plugin(plugin) if plugin else None
         fields = task_named(task).parse_fields(field or ())
         row = task_named(task).with_fields(fields)
         names = _names(optimizers)
         options = combinations(texts)
         _refuse_idle(names, options)
-        steps, firsts, seconds = _numbers("lrs", lrs), _numbers("beta1s", beta1s), _numbers("beta2s", beta2s)
-        require_betas(names, beta1s=max(firsts or (0.0,)), beta2s=max(seconds or (0.0,)))
+        numbers = {name: _numbers(name, text) for name, text in (("lrs", lrs), ("beta1s", beta1s), ("beta2s", beta2s))}
+        require_betas(names, **{name: max(numbers[name] or (0.0,)) for name in ("beta1s", "beta2s")})
     except ValueError as error:
         stop(str(error), code=2)
     same: dict[str, Any] = {"epochs": epochs or row.epochs, "subset": subset, "fields": fields, "options": options}
-    same |= {"plugin": own, "text": row.digest(data), "lrs": steps, "beta1s": firsts, "beta2s": seconds}
-    settings = [one for name in names for one in grid(task, name, **same)]
     with clear_errors(out):
+        same |= {"plugin": source, "text": row.digest(data), **numbers}
+        settings = [one for name in names for one in grid(task, name, **same)]
         out.mkdir(parents=True, exist_ok=True)
         cores = {"address": address, "workers": workers, "threads": threads}
-        found = _sweep(settings, out, seeds=seeds, cores=cores, data=data)
-    _show(found, task, out)
-    if found.failed:
-        stop(f"{len(found.failed)} of the runs failed; the same command tries them again", code=1)
+        result = _sweep(settings, out, seeds=seeds, cores=cores, data=data)
+    _show(result, task, out)
+    if result.failed:
+        stop(f"{len(result.failed)} of the runs failed; the same command tries them again", code=1)
 
 
 def _names(text: str | None) -> list[str]:
@@ -124,10 +133,7 @@ def _numbers(option: str, text: str | None) -> tuple[float, ...] | None:
         numbers = tuple(float(word) for word in text.split(","))
     except ValueError:
         raise ValueError(f"--{option} takes numbers with commas between them, not {text!r}") from None
-    if option == "lrs" and not all(map(is_step_size, numbers)):
-        raise ValueError(f"--{option} must be above 0 and below {LARGEST:g}, not {text}")
-    if option != "lrs" and not all(0 <= x < 1 for x in numbers):
-        raise ValueError(f"--{option} must be at least 0 and below 1, not {text}")
+    check_numbers(option, numbers, text)
     return numbers
 
 
@@ -135,11 +141,11 @@ def _sweep(
     settings: Sequence[Settings], out: Path, *, seeds: int, cores: Mapping[str, Any], data: Path | None
 ) -> Sweep:
     run = partial(run_all, root=out, data=data, **cores)
-    if all(standing_of(one, folder_of(one, out)).has_ended for one in settings):
-        session: AbstractContextManager[object] = nullcontext()  # perhaps there is nothing to start Ray for
+    if all(progress_of(one, folder_of(one, out)).has_ended for one in settings):
+        session: AbstractContextManager[object] = nullcontext()  # Ray is not needed
     else:
         session = cluster(**cores)
-        with named_in_errors(settings[0].plugin):  # missing data is told, and downloaded, before a worker needs it
+        with named_in_errors(settings[0].plugin):  # downloads the data, or says that it is missing
             task_named(settings[0].task).with_fields(settings[0].fields).load(data)
     try:
         with _live_table() as watch, session:
@@ -152,16 +158,16 @@ def _sweep(
 def _live_table() -> Iterator[Watch]:
     """A live table on stderr; where there is no terminal, a line for every run that ends."""
     console = Console(stderr=True)
-    before: dict[Path, Standing] = {}
+    before: dict[Path, Status] = {}
 
     def watch(board: Sequence[Progress]) -> None:
         for progress in board:
-            changed = before.get(progress.folder, progress.standing) is not progress.standing
-            before[progress.folder] = progress.standing
-            if changed and progress.standing is Standing.FAILED:
+            changed = before.get(progress.folder, progress.status) is not progress.status
+            before[progress.folder] = progress.status
+            if changed and progress.status is Status.FAILED:
                 console.print(f"hesscale: {progress.folder}: {progress.error}", soft_wrap=True, highlight=False)
             elif changed and progress.has_ended and not console.is_terminal:
-                console.print(f"{progress.standing}: {progress.folder}", soft_wrap=True, highlight=False)
+                console.print(f"{progress.status}: {progress.folder}", soft_wrap=True, highlight=False)
         live.update(_picture(board))
 
     with Live(console=console, transient=True, refresh_per_second=4) as live:
@@ -171,16 +177,16 @@ def _live_table() -> Iterator[Watch]:
 def _picture(board: Sequence[Progress]) -> Group:
     counts = Table(title=f"{sum(p.has_ended for p in board)} of {len(board)} runs", title_justify="left")
     counts.add_column("optimizer")
-    for standing in Standing:
-        counts.add_column(standing, justify="right")
+    for status in Status:
+        counts.add_column(status, justify="right")
     for name in dict.fromkeys(p.settings.label for p in board):
-        tally = Counter(p.standing for p in board if p.settings.label == name)
-        counts.add_row(name, *(str(tally[standing] or "") for standing in Standing))
+        tally = Counter(p.status for p in board if p.settings.label == name)
+        counts.add_row(name, *(str(tally[status] or "") for status in Status))
     running = Table(box=None)
     for heading in ("running", "epoch", "validation loss"):
         running.add_column(heading, justify="left" if heading == "running" else "right")
     for p in board:
-        if p.standing is Standing.RUNNING:
+        if p.status is Status.RUNNING:
             loss = "" if p.valid_loss is None else f"{p.valid_loss:.4f}"
             running.add_row(_describe(p.settings), f"{p.epoch or 0} of {p.settings.epochs}", loss)
     return Group(counts, running)
@@ -191,10 +197,10 @@ def _describe(settings: Settings) -> str:
     return f"{settings.label} lr {power(settings.lr)}{betas} seed {settings.seed}"
 
 
-def _show(found: Sweep, task: str, out: Path) -> None:
+def _show(result: Sweep, task: str, out: Path) -> None:
     rows, counts = [], set()
-    for name, best in found.chosen.items():
-        runs = [find_run(p.folder) for p in found.repeated if p.settings.label == name and p.has_ended]
+    for name, best in result.chosen.items():
+        runs = [find_run(p.folder) for p in result.repeated if p.settings.label == name and p.has_ended]
         histories = [history for history in map(read_history, runs) if history is not None]
         if not histories:
             continue

@@ -16,20 +16,31 @@ import typer
 from rich.progress import Progress, TaskID
 from rich.table import Table
 
-from ..limits import LARGEST, MOST, is_step_size
-from ..memory import keep_freed_memory
 from ..optimizers import OPTIMIZERS, best_settings, optimizer_named, require_betas, require_fitting
+from ..options import combinations
 from ..plugins import read_plugin
-from ..processes import Team
+from ..processes import Team, keep_freed_memory
 from ..runs import DamagedRunError, OtherRunError, Run
-from ..settings import Settings, folder_of
+from ..settings import MOST, Settings, folder_of
 from ..tasks.archives import DataError
 from ..tasks.table import TASKS, task_named
 from ..training import Watch
 from ..training import train as train_one
 from ..wording import power
-from .console import clear_errors, not_below, progress_bar, show, stop
-from .shared_options import Bound, Eps, Every, PluginFile, Rank, TrustRegion, one_combination
+from .console import (
+    Bound,
+    Eps,
+    Every,
+    PluginFile,
+    Rank,
+    TrustRegion,
+    check_numbers,
+    clear_errors,
+    not_below,
+    progress_bar,
+    show,
+    stop,
+)
 
 _count = partial(not_below, most=MOST)
 
@@ -82,10 +93,14 @@ def train(
     numbers = {"lr": lr, "beta1": beta1, "beta2": beta2}
     texts = {"every": every, "eps": eps, "bound": bound, "trust_region": trust_region, "rank": rank}
     try:
-        options = one_combination(texts)
-        own = read_plugin(plugin) if plugin else None
+        for name, text in texts.items():
+            if text is not None and "," in text:
+                flag = name.replace("_", "-")
+                raise ValueError(f"--{flag} is one value here, not {text!r}: hesscale sweep takes several")
+        (options,) = combinations(texts)
+        source = read_plugin(plugin) if plugin else None
         first = _settings(task, optimizer, numbers, field or (), epochs=epochs)
-        first = replace(first, subset=subset, options=options, plugin=own)
+        first = replace(first, subset=subset, options=options, plugin=source)
         require_fitting(optimizer, options)
     except ValueError as error:
         stop(str(error), code=2)
@@ -106,37 +121,25 @@ def _settings(
     *,
     epochs: int | None,
 ) -> Settings:
-    """What was asked for, with the authors' choice where nothing was; ValueError if it makes no sense."""
+    """The settings that were given, with the authors' choice for the others; ValueError if they make no sense."""
     row = task_named(task)
     changed = row.parse_fields(fields)
     length = row.with_fields(changed).epochs if epochs is None else epochs
-    usual = _usual(task, optimizer)
+    beta1, beta2 = (0.9, 0.999) if optimizer_named(optimizer).betas else (0.0, 0.0)
+    best = best_settings(task, optimizer)
+    usual = best._asdict() if best else {"lr": None, "beta1": beta1, "beta2": beta2}
     chosen: dict[str, Any] = {name: usual[name] if value is None else value for name, value in numbers.items()}
     if chosen["lr"] is None:
         raise ValueError(f"nobody has tuned {optimizer} on {task}: give --lr (and --beta1, --beta2 unless 0.9, 0.999)")
-    _refuse_bad_numbers(chosen)
+    for name, value in chosen.items():
+        check_numbers(name, [value], value)
     require_betas([optimizer], beta1=chosen["beta1"], beta2=chosen["beta2"])
     return Settings(task, optimizer, **chosen, seed=0, epochs=length, fields=changed)
 
 
-def _usual(task: str, optimizer: str) -> dict[str, float | None]:
-    """Where nobody has searched there is no lr, and Adam's usual betas for an optimizer that has any."""
-    has_betas, best = optimizer_named(optimizer).betas, best_settings(task, optimizer)
-    betas = {"beta1": 0.9, "beta2": 0.999} if has_betas else {"beta1": 0.0, "beta2": 0.0}
-    return {"lr": None, **betas} if best is None else dict(best._asdict())
-
-
-def _refuse_bad_numbers(chosen: Mapping[str, float]) -> None:
-    if not is_step_size(chosen["lr"]):
-        raise ValueError(f"--lr must be above 0 and below {LARGEST:g}, not {chosen['lr']}")
-    for name in ("beta1", "beta2"):
-        if not 0 <= chosen[name] < 1:
-            raise ValueError(f"--{name} must be at least 0 and below 1, not {chosen[name]}")
-
-
 @contextmanager
 def _one_line() -> Iterator[None]:
-    """Settings that do not go together, such as a batch and a number of processes, in one line."""
+    """Ends the command with one line if settings do not go together, such as a batch and a number of processes."""
     try:
         yield
     except (DamagedRunError, DataError, OtherRunError):
@@ -164,7 +167,7 @@ def _train_all(
     """Trains one after the other, with a bar on stderr; where there is no terminal, with a line for every epoch."""
     progress = progress_bar()
     shown = progress.console.is_terminal
-    progress.disable = not (team.is_first and shown)
+    progress.disable |= not team.is_first
     with progress:
         bar = progress.add_task(all_settings[0].task, total=None)
         return [

@@ -1,4 +1,4 @@
-"""CartPole, Acrobot and Pendulum for many copies at once, step for step gymnasium's, which steps one copy at a time.
+"""CartPole, Acrobot and Pendulum for many copies at once, with the same steps as gymnasium's.
 
 A state is an array [copies, numbers]. ``Copies`` begins a new episode as soon as one has ended, and tells what the last
 observation of the old one was: an episode that ran into its time limit has not failed.
@@ -102,7 +102,7 @@ ENVIRONMENTS: Mapping[str, Environment] = {
 
 
 class Copies:
-    """So many copies of an environment, in which episodes follow one another."""
+    """``count`` copies of an environment; when an episode ends, the next one begins."""
 
     def __init__(self, environment: Environment, count: int, seed: int) -> None:
         self._environment = environment
@@ -118,11 +118,11 @@ class Copies:
 
     @property
     def observation(self) -> Array:
-        """What is to be seen now."""
+        """The current observation of each copy."""
         return self._environment.observe(self._state).astype(np.float32)
 
     def step(self, action: Array) -> tuple[Array, Array, Array, Array, Array]:
-        """Rewards, last observations, whether the problem ended, whether the episode did, and its return if so."""
+        """Rewards, last observations, whether the problem ended, whether the episode ended, and then its return."""
         after, reward, ended = self._environment.step(self._state, action)
         last = self._environment.observe(after).astype(np.float32)
         self._age += 1

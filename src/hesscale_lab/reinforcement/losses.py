@@ -1,4 +1,4 @@
-"""Policies and their losses in plain torch: all that hesscale needs to know of them is their graph.
+"""Policies and their losses in plain torch: hesscale needs only their graph.
 
 A policy turns a network's outputs and actions into log-probabilities log π; a loss averages over the last dimension and
 adds up what lies before it, so that many runs can stand side by side. With A the advantage of the action taken:

@@ -1,4 +1,4 @@
-"""A2C and PPO for many runs side by side, which share nothing but the calls of torch that compute them.
+"""A2C and PPO for many independent runs side by side, computed by the same calls of torch.
 
 The parameters of several seeds with one step size are one tensor [seeds, ...], a block. Adam and AdaHesScale treat
 every entry by itself, so each seed learns as it would alone; a method that looks at all entries at once (a trust
@@ -24,7 +24,7 @@ from .losses import policy_gradient, ppo_clip, squared_error
 
 HIDDEN = 32
 WINDOWS = 10
-"""A learning curve has so many points."""
+"""The number of points of a learning curve."""
 
 Make = Callable[[Any, float], torch.optim.Optimizer]
 
@@ -62,12 +62,12 @@ Weights = Sequence[tuple[Tensor, Tensor]]
 
 def weights_of(seeds: Sequence[int], sizes: Sequence[int], gain: float) -> Weights:
     """Linear layers of these sizes, orthogonal at first; ``gain`` is that of the last one."""
-    found = []
+    layers = []
     for index, (inputs, outputs) in enumerate(pairwise(sizes)):
         scale = gain if index == len(sizes) - 2 else math.sqrt(2)
         weight = torch.stack([_orthogonal(inputs, outputs, scale, 10 * seed + index) for seed in seeds])
-        found.append((nn.Parameter(weight), nn.Parameter(torch.zeros(len(seeds), 1, outputs))))
-    return found
+        layers.append((nn.Parameter(weight), nn.Parameter(torch.zeros(len(seeds), 1, outputs))))
+    return layers
 
 
 def _orthogonal(inputs: int, outputs: int, scale: float, seed: int) -> Tensor:
@@ -99,7 +99,7 @@ class Block:
             optimizer.zero_grad()
 
     def step(self) -> None:
-        """Moves the seeds that are finite; the others have come to their end."""
+        """Updates the seeds that are finite; the others stand still."""
         tensors = [t for p in chain(*self._params) for t in (p, p.grad, getattr(p, "curvature", None)) if t is not None]
         self.alive &= torch.stack([torch.isfinite(t.detach().flatten(1)).all(1) for t in tensors]).all(0)
         if not self.alive.all():
@@ -140,7 +140,7 @@ class Runs:
         return actors, critics
 
     def rounds(self, steps: int) -> Iterator[list[list[float]]]:
-        """Plays and learns, round by round, for so many steps of each run; the returns of each run's episodes."""
+        """Plays and learns for ``steps`` steps of each run; yields each run's returns of episodes, round by round."""
         for _ in range(steps // (self._algorithm.copies * self._algorithm.horizon)):
             experience, returns = self._play()
             self._learn(experience)
@@ -179,11 +179,11 @@ class Runs:
         )
         gamma, decay = self._environment.discount, self._environment.discount * self._algorithm.smoothing
         surprise = self._environment.scale * e["reward"] + gamma * nexts * e["goes_on"] - values
-        found, running = torch.empty_like(surprise), torch.zeros_like(surprise[:, 0])
+        advantages, running = torch.empty_like(surprise), torch.zeros_like(surprise[:, 0])
         for t in reversed(range(surprise.shape[1])):
             running = surprise[:, t] + decay * running * ~e["over"][:, t]
-            found[:, t] = running
-        return found, found + values
+            advantages[:, t] = running
+        return advantages, advantages + values
 
     def _learn(self, experience: Mapping[str, Tensor]) -> None:
         advantages, returns = self._advantages(experience)

@@ -1,7 +1,6 @@
 """Run folders, read into plain numbers: an experiment per task, length and data; in it a series per setting.
 
-Runs below different ``--out`` folders are different experiments: they may repeat each other on another machine. In one
-folder a seed counts once.
+Runs of different --out folders are different experiments: they may repeat each other on another machine.
 """
 
 from __future__ import annotations
@@ -12,26 +11,21 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
 from zlib import crc32
 
 from ..compact import INDEX, stored_runs
+from ..figures import styles
 from ..histories import METRICS, History, State
-from ..plots.colors import styles
 from ..runs import CONFIG, DamagedRunError, Run
-from ..wording import counted, power
-from .estimate import Estimate, estimate
-from .reading import Conditions, Setting, Study, Training, read_study, read_training, settings_in
+from ..wording import Estimate, counted, estimate, power
+from .reading import Setting, StudyRun, Training, read_run
 
-USUAL = "train"
-"""The folder whose experiments need no other name."""
-
-_LONGEST = 100  # characters of a file's name, which systems limit
+_LONGEST = 100  # characters in the name of a file
 
 
 @dataclass(frozen=True)
 class Series:
-    """One setting of one optimizer: its seeds' means and standard errors, epoch by epoch."""
+    """One setting of one optimizer: means and standard errors over seeds, epoch by epoch."""
 
     optimizer: str
     lr: float
@@ -40,13 +34,13 @@ class Series:
     options: str
     seeds: tuple[int, ...]
     values: Mapping[str, tuple[Estimate, ...]]
-    seconds: tuple[float, ...]  # mean over the runs that came so far; nan if none did
+    seconds: tuple[float, ...]  # mean over the runs that reached an epoch; nan if none did
     area: Estimate
     not_finite: int
-    unfinished: int  # runs that are not part of the means, or all of them if none is finished
+    unfinished: int  # runs that are left out of the means, or all of them if none is finished
     commands: tuple[str, ...]
     environments: tuple[str, ...]
-    histories: tuple[History, ...]  # as the seeds
+    histories: tuple[History, ...]  # in the order of the seeds
 
     @property
     def epochs(self) -> int:
@@ -55,24 +49,28 @@ class Series:
 
     @property
     def label(self) -> str:
-        """The optimizer with its options: what has a curve of its own."""
+        """The optimizer with its options, which has a curve of its own."""
         return f"{self.optimizer} {self.options}".rstrip()
+
+    @property
+    def betas(self) -> str:
+        """β₁ and β₂, where there are any."""
+        return f"{self.beta1:g}, {self.beta2:g}" if self.beta1 or self.beta2 else ""
 
     @property
     def setting(self) -> str:
         """lr and, where there are any, β₁ and β₂."""
-        betas = f", β {self.beta1:g}, {self.beta2:g}" if self.beta1 or self.beta2 else ""
-        return f"lr {power(self.lr)}{betas}"
+        return f"lr {power(self.lr)}" + (f", β {self.betas}" if self.betas else "")
 
     @property
     def seconds_per_epoch(self) -> float:
-        """Measured training seconds, without evaluations; nan if no epoch was finished."""
+        """Seconds of training, without evaluations; nan if no epoch was finished."""
         reached = [epoch for epoch, seconds in enumerate(self.seconds) if not math.isnan(seconds)]
         return self.seconds[reached[-1]] / reached[-1] if reached[-1] else math.nan
 
     @property
     def has_ended(self) -> bool:
-        """Whether its runs came to their end; means of unfinished ones go as far as all of these came."""
+        """Whether its runs have ended; means of unfinished runs go as far as all of them came."""
         return all(history.state is not State.UNFINISHED for history in self.histories)
 
     def area_until(self, epoch: int) -> float:
@@ -80,55 +78,53 @@ class Series:
         return math.fsum(value.mean for value in self.values["valid_loss"][: epoch + 1])
 
     def best(self, metric: str) -> tuple[int, Estimate]:
-        """The epoch at which the mean is best, and its value there."""
+        """The epoch with the best mean, and its value."""
         pick = max if metric.endswith("accuracy") else min
         return pick(enumerate(self.values[metric]), key=lambda pair: pair[1].mean)
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """All runs of one task that may be compared: as long as each other, on the same data and network."""
+    """All runs that may be compared: of one task, length, data and network."""
 
     task: str
     epochs: int
     subset: int | None
     fields: str
     series: tuple[Series, ...]
-    place: str = ""  # the folder of its runs, where another one has the same kind of runs
-    folder: str = ""  # the same in any case, as short as tells it from all others
-    mark: str = ""  # where its name would be another's as well
+    out: str = ""  # the --out folder, if several have runs of these conditions
+    folder: str = ""  # the end of the --out folder, as short as it is unique
+    mark: str = ""  # tells two experiments with the same file name apart
 
     @property
     def title(self) -> str:
         """The task and how it was run."""
         parts = [self.task, counted(self.epochs, "epoch")]
-        if self.subset:
-            parts.append(counted(self.subset, "training example"))
-        if self.fields:
-            parts.append(self.fields)
-        if self.place:
-            parts.append(f"in {self.place}")
-        return ", ".join(parts)
+        parts += [counted(self.subset, "training example")] if self.subset else []
+        parts += [self.fields] if self.fields else []
+        return ", ".join([*parts, *([f"in {self.out}"] if self.out else [])])
 
     @property
     def name(self) -> str:
-        """For files and anchors."""
+        """The name for files and anchors."""
         raw = "-".join([self.task, f"e{self.epochs}", *([f"n{self.subset}"] if self.subset else []), self.fields])
-        raw = f"{self.place}-{raw}" if self.place else raw
+        raw = f"{self.out}-{raw}" if self.out else raw
         clean = "".join(c if c.isalnum() or c in "-._" else "-" for c in raw).strip("-")
         short = clean if len(clean) <= _LONGEST else f"{clean[:_LONGEST]}-{crc32(raw.encode()):08x}"
         return f"{short}-{self.mark}" if self.mark else short
 
     @cached_property
     def chosen(self) -> dict[str, Series]:
-        """One setting per optimizer and its options: of those that have ended, if there are any, the one with the most
-        seeds; among equals, with the smallest area over the epochs that all of them have.
+        """One setting per optimizer and options: of those that have ended, if any have, the one with the most seeds;
+        among equals the one with the smallest area over the epochs that all have.
         """
-        chosen: dict[str, Series] = {}
-        for name in styles(series.label for series in self.series):
-            own = [series for series in self.series if series.label == name]
-            chosen[name] = _best_of([series for series in own if series.has_ended] or own)
-        return chosen
+        return {name: self._chosen(name) for name in styles(series.label for series in self.series)}
+
+    def _chosen(self, label: str) -> Series:
+        every = [series for series in self.series if series.label == label]
+        every = [series for series in every if series.has_ended] or every
+        last = min(series.epochs for series in every)
+        return min(every, key=lambda series: (-len(series.seeds), series.area_until(last)))
 
     @property
     def is_search(self) -> bool:
@@ -136,118 +132,90 @@ class Experiment:
         return len(self.series) > len(self.chosen)
 
 
-def _best_of(own: Sequence[Series]) -> Series:
-    last = min(series.epochs for series in own)
-    return min(own, key=lambda series: (-len(series.seeds), series.area_until(last)))
-
-
 @dataclass(frozen=True)
 class Collection:
-    """Everything found, and why some of it was left out."""
+    """All runs, and the reasons why some were left out."""
 
     experiments: tuple[Experiment, ...]
-    studies: tuple[Study, ...]
+    studies: tuple[StudyRun, ...]
     left_out: tuple[str, ...]
 
 
 def collect(folders: Iterable[Path]) -> Collection:
-    """All runs in and below these folders. One that cannot be read costs the report a sentence, nothing else."""
-    trained: list[Training] = []
-    studies: list[Study] = []
+    """All runs in and below these folders. A run that cannot be read costs the report a sentence, nothing else."""
+    trainings: list[Training] = []
+    studies: list[StudyRun] = []
     left_out: list[str] = []
     for run in _runs(folders, left_out):
         try:
-            config = settings_in(run)
-            if config.get("kind") == "train":
-                trained.append(read_training(run, config))
-            else:
-                study, lines = read_study(run, config)
-                studies.append(study)
-                left_out += lines
+            content, lines = read_run(run)
         except ValueError as error:
             left_out.append(f"{run.folder}: {error}")
-    experiments = sorted(_experiments(trained, left_out), key=lambda experiment: experiment.title)
-    return Collection(tuple(_told_apart(experiments)), tuple(studies), tuple(left_out))
+            continue
+        trainings += [content] if isinstance(content, Training) else []
+        studies += [content] if isinstance(content, StudyRun) else []
+        left_out += lines
+    experiments = sorted(_experiments(trainings, left_out), key=lambda experiment: experiment.title)
+    names = Counter(experiment.name.casefold() for experiment in experiments)
+    marked = (
+        replace(e, mark=f"{crc32(e.title.encode()):08x}") if names[e.name.casefold()] > 1 else e for e in experiments
+    )
+    return Collection(tuple(marked), tuple(studies), tuple(left_out))
 
 
-def _runs(folders: Iterable[Path], left_out: list[str]) -> Iterator[Run]:
-    """Each run once: its folder, or where there is none what was stored of it."""
-    found: dict[Path, Run] = {}
+def _runs(folders: Iterable[Path], left_out: list[str]) -> Iterable[Run]:
+    """Each run once; its folder, if there is one, rather than the stored run."""
+    runs: dict[Path, Run] = {}
     for folder in folders:
         for path in sorted(folder.rglob(INDEX)):
             try:
-                found |= {run.folder.resolve(): run for run in stored_runs(path.parent)}
+                runs |= {run.folder.resolve(): run for run in stored_runs(path.parent).values()}
             except DamagedRunError as error:
                 left_out.append(str(error))
-        found |= {path.parent.resolve(): Run(path.parent) for path in sorted(folder.rglob(CONFIG))}
-    yield from found.values()
+        runs |= {path.parent.resolve(): Run(path.parent) for path in sorted(folder.rglob(CONFIG))}
+    return runs.values()
 
 
-class _Kind(NamedTuple):
-    """What the runs of one experiment share."""
-
-    conditions: Conditions
-    place: Path
-    source: str
-
-
-def _grouped(trained: Iterable[Training]) -> dict[_Kind, list[Training]]:
-    """The runs of each experiment. Those whose source was not recorded are of the one that is known, if one is."""
-    groups: dict[_Kind, list[Training]] = {}
-    for run in trained:
-        groups.setdefault(_Kind(run.conditions, run.place, run.source), []).append(run)
-    for kind in [kind for kind in groups if not kind.source]:
-        known = [other for other in groups if other.source and other[:2] == kind[:2]]
-        if len(known) == 1:
-            groups[known[0]] += groups.pop(kind)
-    return groups
-
-
-def _experiments(trained: Iterable[Training], left_out: list[str]) -> Iterator[Experiment]:
-    groups = _grouped(trained)
-    for kind, runs in groups.items():
-        alike = [other for other in groups if other.conditions == kind.conditions]
-        place = _short(kind.place, [other.place for other in alike])
-        several = len([other for other in alike if other.place == kind.place]) > 1
-        words = [kind.conditions.fields, f"source {kind.source}" if several and kind.source else ""]
+def _experiments(trainings: Iterable[Training], left_out: list[str]) -> Iterator[Experiment]:
+    groups: dict[tuple[object, Path, str], list[Training]] = {}
+    for run in trainings:
+        groups.setdefault((run.conditions, run.out, run.source), []).append(run)
+    outs = [out for _, out, _ in groups]
+    for (_, out, source), runs in groups.items():
+        conditions = runs[0].conditions
+        alike = [other for same, other, _ in groups if same == conditions]
+        fields = [conditions.fields, f"source {source}" if source and alike.count(out) > 1 else ""]
         settings: dict[Setting, list[Training]] = {}
         for run in _each_once(runs, left_out):
             settings.setdefault(run.setting, []).append(run)
+        short = _unique_end(out, alike)
         yield Experiment(
-            **kind.conditions._replace(fields=", ".join(filter(None, words)))._asdict(),
+            **conditions._replace(fields=", ".join(filter(None, fields)))._asdict(),
             series=tuple(_series(setting, settings[setting]) for setting in sorted(settings)),
-            place="" if place == USUAL or all(other.place == kind.place for other in alike) else place,
-            folder=_short(kind.place, [other.place for other in groups]),
+            out="" if short == "train" or set(alike) == {out} else short,  # train is where runs go by default
+            folder=_unique_end(out, outs),
         )
 
 
 def _each_once(runs: Iterable[Training], left_out: list[str]) -> Iterator[Training]:
-    """One run of each setting and seed, one that has ended if there is any; the others are named."""
-    kept: dict[tuple[Setting, int], Training] = {}
+    """One run of each setting and seed, if possible one that has ended; the others are left out."""
+    first: dict[tuple[Setting, int], Training] = {}
     for run in sorted(runs, key=lambda run: run.history.state is State.UNFINISHED):
-        first = kept.setdefault((run.setting, run.seed), run)
-        if first is not run:
-            left_out.append(f"{run.folder}: the same setting and seed as {first.folder}")
-    yield from kept.values()
+        kept = first.setdefault((run.setting, run.seed), run)
+        if kept is not run:
+            left_out.append(f"{run.folder}: the same setting and seed as {kept.folder}")
+    yield from first.values()
 
 
-def _short(place: Path, places: Sequence[Path]) -> str:
-    """As much of the end of a path as tells it from the others."""
-    others = [other.parts for other in places if other != place]
-    count = next(n for n in range(1, len(place.parts) + 1) if all(o[-n:] != place.parts[-n:] for o in others))
-    return Path(*place.parts[-count:]).as_posix()
-
-
-def _told_apart(experiments: Sequence[Experiment]) -> Iterator[Experiment]:
-    """Files and anchors have names of their own, also where signs were lost, such as in a b and a-b."""
-    names = Counter(experiment.name.casefold() for experiment in experiments)
-    for experiment in experiments:
-        mark = f"{crc32(experiment.title.encode()):08x}" if names[experiment.name.casefold()] > 1 else ""
-        yield replace(experiment, mark=mark)
+def _unique_end(path: Path, others: Iterable[Path]) -> str:
+    """The shortest end of a path that no other path has."""
+    ends = [other.parts for other in others if other != path]
+    count = next(n for n in range(1, len(path.parts) + 1) if all(end[-n:] != path.parts[-n:] for end in ends))
+    return Path(*path.parts[-count:]).as_posix()
 
 
 def _series(setting: Setting, runs: Sequence[Training]) -> Series:
-    """Finished runs only, if there are any; else what all unfinished ones have reached."""
+    """The means over the finished runs, or over all if none is finished."""
     ended = [run for run in runs if run.history.state is not State.UNFINISHED]
     used = sorted(ended or runs, key=lambda run: run.seed)
     histories = [run.history for run in used]
@@ -268,6 +236,6 @@ def _series(setting: Setting, runs: Sequence[Training]) -> Series:
     )
 
 
-def _mean_of_known(values: Sequence[float]) -> float:
+def _mean_of_known(values: Iterable[float]) -> float:
     known = [value for value in values if not math.isnan(value)]
     return math.fsum(known) / len(known) if known else math.nan

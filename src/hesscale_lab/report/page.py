@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from .table import Table
+from ..wording import Table
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,7 @@ from functools import cache
 from importlib.resources import files
 
 from ..histories import METRICS
-from ..optimizers import EARLIER_NAMES
-from .estimate import Estimate
+from ..wording import Estimate
 
 
 @dataclass(frozen=True)
@@ -41,8 +40,7 @@ def paper_curves(task: str) -> dict[str, PaperCurve]:
 def _all_curves() -> dict[str, dict[str, PaperCurve]]:
     rows: dict[tuple[str, str], list[dict[str, str]]] = {}
     for row in csv.DictReader(_lines()):
-        optimizer = EARLIER_NAMES.get(row["optimizer"], row["optimizer"])
-        rows.setdefault((row["task"], optimizer), []).append(row)
+        rows.setdefault((row["task"], row["optimizer"]), []).append(row)
     curves: dict[str, dict[str, PaperCurve]] = {}
     for (task, optimizer), epochs in rows.items():
         curves.setdefault(task, {})[optimizer] = _curve(task, optimizer, epochs)

@@ -17,9 +17,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from ..histories import History, State
+from ..wording import Estimate, Table, estimate, plain
 from .collect import Experiment, Series
-from .estimate import Estimate, estimate, plain
-from .table import Table
 
 BASELINES = ("AdamFused", "Adam")
 """Whom others are compared with: the first of these that there is."""
@@ -87,18 +86,18 @@ def comparisons(experiment: Experiment) -> Iterator[Comparison]:
         return
     theirs = dict(zip(experiment.chosen[name].seeds, experiment.chosen[name].histories, strict=True))
     for label, series in experiment.chosen.items():
-        own = zip(series.seeds, series.histories, strict=True)
-        pairs = [(history, theirs[seed]) for seed, history in own if seed in theirs]
+        histories = zip(series.seeds, series.histories, strict=True)
+        pairs = [(history, theirs[seed]) for seed, history in histories if seed in theirs]
         if label != name and pairs and series.epochs:
             yield _compare(series, pairs)
 
 
 def _compare(series: Series, pairs: list[tuple[History, History]]) -> Comparison:
-    aiming = [(own, adam) for own, adam in pairs if _losses(adam)[-1] < _losses(adam)[0]]
+    aiming = [(ours, adam) for ours, adam in pairs if _losses(adam)[-1] < _losses(adam)[0]]
     aimless = len(pairs) - len(aiming)
     times = [tuple(reach(one, _losses(pair[1])[-1]) for one in pair) for pair in aiming]
-    arrived = [] if aimless else [(own, adam) for own, adam in times if own is not None and adam]
-    late = [_end(*pair) < (adam or 0.0) for pair, (own, adam) in zip(aiming, times, strict=True) if own is None]
+    arrived = [] if aimless else [(ours, adam) for ours, adam in times if ours is not None and adam]
+    late = [_end(*pair) < (adam or 0.0) for pair, (ours, adam) in zip(aiming, times, strict=True) if ours is None]
     positive = all(loss > 0 for pair in pairs for history in pair for loss in _losses(history))
     return Comparison(
         series,
@@ -106,20 +105,20 @@ def _compare(series: Series, pairs: list[tuple[History, History]]) -> Comparison
         aimless,
         len(arrived),
         sum(late),
-        seconds=estimate([own for own, _ in arrived]) if arrived else None,
-        time=estimate([own / adam for own, adam in arrived]) if len(arrived) == len(pairs) else None,
-        area=estimate([_area_ratio(own, adam) for own, adam in pairs]) if positive else None,
+        seconds=estimate([ours for ours, _ in arrived]) if arrived else None,
+        time=estimate([ours / adam for ours, adam in arrived]) if len(arrived) == len(pairs) else None,
+        area=estimate([_area_ratio(ours, adam) for ours, adam in pairs]) if positive else None,
     )
 
 
-def _area_ratio(own: History, adam: History) -> float:
-    end = _end(own, adam)
-    return area(own, end) / area(adam, end)
+def _area_ratio(ours: History, adam: History) -> float:
+    end = _end(ours, adam)
+    return area(ours, end) / area(adam, end)
 
 
-def _end(own: History, adam: History) -> float:
+def _end(ours: History, adam: History) -> float:
     """The time that both have trained; a run that broke off counts as if it went on."""
-    return _seconds(adam)[-1] if own.state is State.NOT_FINITE else min(_seconds(own)[-1], _seconds(adam)[-1])
+    return _seconds(adam)[-1] if ours.state is State.NOT_FINITE else min(_seconds(ours)[-1], _seconds(adam)[-1])
 
 
 def reach(history: History, target: float) -> float | None:
@@ -155,22 +154,22 @@ def _losses(history: History) -> tuple[float, ...]:
 
 def per_second_table(experiment: Experiment) -> Table | None:
     """Wins and losses per second; None where there is nobody to compare."""
-    name, found = baseline_of(experiment), list(comparisons(experiment))
-    if name is None or not found:
+    name, others = baseline_of(experiment), list(comparisons(experiment))
+    if name is None or not others:
         return None
     headings = tuple(heading.format(name=name) for heading in _HEADINGS)
-    return Table(f"Per second, against {name}", headings, tuple(map(_row, found)), _NOTE.format(name=name))
+    return Table(f"Per second, against {name}", headings, tuple(map(_row, others)), _NOTE.format(name=name))
 
 
-def _row(found: Comparison) -> tuple[str, ...]:
-    missed = 0 if found.aimless else found.seeds - found.reached
-    never = f"not reached by {missed} of {found.seeds}" if missed else ""
+def _row(one: Comparison) -> tuple[str, ...]:
+    missed = 0 if one.aimless else one.seeds - one.reached
+    never = f"not reached by {missed} of {one.seeds}" if missed else ""
     return (
-        found.series.label,
-        str(found.seeds),
-        never if found.seconds is None else plain(found.seconds, digits=1),
-        never if found.time is None else plain(found.time, digits=3),
-        found.time_verdict,
-        "" if found.area is None else plain(found.area, digits=3),
-        found.area_verdict,
+        one.series.label,
+        str(one.seeds),
+        never if one.seconds is None else plain(one.seconds, digits=1),
+        never if one.time is None else plain(one.time, digits=3),
+        one.time_verdict,
+        "" if one.area is None else plain(one.area, digits=3),
+        one.area_verdict,
     )

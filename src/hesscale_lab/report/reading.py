@@ -1,10 +1,10 @@
-"""One run folder, read and checked: what is wrong with it is a ValueError of one sentence, before anything is drawn."""
+"""Reads and checks one run folder: whatever is wrong with it is a ValueError of one sentence."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -12,22 +12,19 @@ from typing import Any, NamedTuple
 
 from ..compact import StoredRun
 from ..histories import History, read_history
-from ..limits import LARGEST, MOST, is_step_size
-from ..optimizers import EARLIER_NAMES
-from ..options import words
+from ..options import option_words
 from ..plugins import Plugin, is_built_in
-from ..runs import CONFIG, METRICS, Run
-from ..studies.reading import Record, read
-from .kinds import Kind, kind_of
-from .table import Table
+from ..runs import CONFIG, MEASUREMENTS, Run
+from ..settings import LARGEST, MOST, is_step_size, settings_of
+from ..studies.study import Config, Records, Study, read
+from ..studies.table import STUDIES
+from ..wording import Table
 
-Config = dict[str, Any]
-_DIGITS = 8  # of a digest, to tell a few apart
-_PNG = b"\x89PNG\r\n\x1a\n"
+_DIGITS = 8  # of a digest, enough to tell a few apart
 
 
 class Conditions(NamedTuple):
-    """What runs must share to be compared."""
+    """What runs must have in common to be compared."""
 
     task: str
     epochs: int
@@ -36,13 +33,13 @@ class Conditions(NamedTuple):
 
 
 class Setting(NamedTuple):
-    """What runs must share to be averaged, besides."""
+    """What runs must also have in common to be averaged."""
 
     optimizer: str
     lr: float
     beta1: float
     beta2: float
-    options: str  # of the optimizer, where they are not what is usual
+    options: str  # of the optimizer, where they differ from the default
 
 
 @dataclass(frozen=True)
@@ -53,186 +50,151 @@ class Training:
     setting: Setting
     seed: int
     folder: Path
-    place: Path  # what was given as --out
-    source: str  # digests of the text or the plugin that the task is from, as far as they were recorded
+    out: Path  # the --out folder
+    source: str  # digests of the text and the plugin that define the task
     history: History
     command: str
     environment: str
 
 
 @dataclass(frozen=True)
-class Study:
-    """A run of another kind: its records if the kind is known, else the pictures its command drew."""
+class StudyRun:
+    """A run of ``hesscale study``, ``quality`` or ``cost``."""
 
     folder: Path
     title: str
-    kind: Kind | None
+    study: Study
     config: Config
-    records: tuple[Record, ...]
+    records: Records
     tables: tuple[Table, ...]
-    pictures: tuple[tuple[str, bytes], ...]  # name and content
     environment: str
 
 
-def settings_in(run: Run) -> Config:
-    """What its config.json says."""
-    config = run.config if isinstance(run, StoredRun) else _json(run.folder / CONFIG)
+def config_of(run: Run) -> dict[str, Any]:
+    """The content of the run's config.json."""
+    if isinstance(run, StoredRun):
+        return run.config
+    try:
+        config = json.loads((run.folder / CONFIG).read_bytes())
+    except OSError as error:
+        raise ValueError(f"{CONFIG} is not readable ({error.strerror or error})") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{CONFIG} is not readable ({error})") from None
     if not isinstance(config, dict):
         raise ValueError(f"{CONFIG} holds no settings")
     return config
 
 
-def read_training(run: Run, config: Config) -> Training:
-    """The run's settings and what it measured."""
-    conditions, setting, seed = _conditions(config), _setting(config), _whole(config, "seed")
+def read_run(run: Run) -> tuple[Training | StudyRun, tuple[str, ...]]:
+    """The run, and a sentence for every line of it that is left out."""
+    config = config_of(run)
+    if config.get("kind") == "train":
+        return _read_training(run, config), ()
+    if config.get("kind") not in STUDIES:
+        raise ValueError(f"its kind is {config.get('kind')!a:.60}")
+    return _read_study(run, config)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and value.isprintable()
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and 0 <= value <= MOST
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and abs(value) < LARGEST
+
+
+def _is_mapping(value: object) -> bool:
+    return isinstance(value, dict) and all(_is_text(str(part)) for pair in value.items() for part in pair)
+
+
+def _is_plugin(value: object) -> bool:
+    return value is None or (isinstance(value, dict) and {*value} == {"name", "source"})
+
+
+_FIELDS: Mapping[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("task", "optimizer"), lambda value: _is_text(value) and bool(value)),
+    **dict.fromkeys(("epochs", "seed", "processes"), _is_count),
+    **dict.fromkeys(("beta1", "beta2"), _is_number),
+    **dict.fromkeys(("fields", "options"), _is_mapping),
+    "lr": lambda value: _is_number(value) and is_step_size(value),
+    "subset": lambda value: value is None or _is_count(value),
+    "plugin": _is_plugin,
+    "text": lambda value: value is None or _is_text(value),
+}
+"""The settings in a training's config.json, and what they may be."""
+
+
+def _read_training(run: Run, config: Config) -> Training:
+    for name, fits in _FIELDS.items():
+        if not fits(config.get(name)):
+            raise ValueError(f"its {name} is {config.get(name)!a:.60}")
+    settings = settings_of(config)
+    fields = [*config["fields"].items(), *([("processes", settings.processes)] if settings.processes != 1 else [])]
+    options = [
+        *option_words(settings.options),
+        *_digest("plugin=", settings.plugin, is_built_in("OPTIMIZERS", settings.optimizer)),
+    ]
+    text = [settings.text[:_DIGITS]] if settings.text else []
+    above = run.folder.resolve().parents  # setting, optimizer, task, --out; a renamed copy of a task is its own --out
+    return Training(
+        Conditions(
+            settings.task, settings.epochs, settings.subset, ", ".join(f"{name} {value}" for name, value in fields)
+        ),
+        Setting(settings.optimizer, settings.lr, settings.beta1, settings.beta2, " ".join(options)),
+        settings.seed,
+        run.folder,
+        out=above[min(3 if len(above) > 2 and above[2].name == settings.task else 2, len(above) - 1)],
+        source="-".join([*text, *_digest("", settings.plugin, is_built_in("TASKS", settings.task))]),
+        history=_read_history(run),
+        command=str(config.get("command", "")),
+        environment=_environment(run),
+    )
+
+
+def _digest(prefix: str, plugin: Plugin | None, built_in: bool) -> list[str]:
+    return [] if plugin is None or built_in else [f"{prefix}{plugin.digest[:_DIGITS]}"]
+
+
+def _read_history(run: Run) -> History:
     try:
         history = read_history(run)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        detail = str(error).removeprefix(f"{run.folder / METRICS}, ").replace("\n", " ")
-        raise ValueError(f"{METRICS} is not readable ({type(error).__name__}: {detail})") from None
+        detail = str(error).removeprefix(f"{run.folder / MEASUREMENTS}, ").replace("\n", " ")
+        raise ValueError(f"{MEASUREMENTS} is not readable ({type(error).__name__}: {detail})") from None
     if history is None:
         raise ValueError("nothing measured yet")
     if any(abs(value) > LARGEST for values in (history.seconds, *history.values.values()) for value in values):
-        raise ValueError(f"{METRICS} has numbers beyond {LARGEST:g}")
+        raise ValueError(f"{MEASUREMENTS} has numbers beyond {LARGEST:g}")
     times = [seconds for seconds in history.seconds if not math.isnan(seconds)]
     if times[0] != 0 or any(after <= before for before, after in pairwise(times)):
-        raise ValueError(f"the seconds in {METRICS} do not grow from 0, epoch by epoch")
-    place, source = _place(run, conditions.task), _source(config)
-    command, where = _command(config), _environment(run)
-    return Training(conditions, setting, seed, run.folder, place, source, history, command, where)
+        raise ValueError(f"the seconds in {MEASUREMENTS} do not grow from 0, epoch by epoch")
+    return history
 
 
-def _place(run: Run, task: str) -> Path:
-    """What was given as --out: the folder above task, optimizer, setting and seed; a task's folder that was copied, and
-    so has another name, is a place of its own.
-    """
-    above = run.folder.resolve().parents
-    return above[min(3 if len(above) > 2 and above[2].name == task else 2, len(above) - 1)]
-
-
-def _source(config: Config) -> str:
-    text = config.get("text") or ""
-    if not isinstance(text, str):
-        raise ValueError(f"its text is {text!r:.60}")
-    plugin = "" if is_built_in("TASKS", str(config["task"])) else _plugin(config)
-    return _printable("text", "-".join(filter(None, [text[:_DIGITS], plugin])))
-
-
-def _plugin(config: Config) -> str:
-    """The first digits of its digest; empty if there is none."""
-    plugin = config.get("plugin")
+def _read_study(run: Run, config: Config) -> tuple[StudyRun, tuple[str, ...]]:
+    study = STUDIES[config["kind"]]
     try:
-        return Plugin(**plugin).digest[:_DIGITS] if plugin else ""
-    except (TypeError, AttributeError):
-        raise ValueError(f"its plugin is {plugin!r:.60}") from None
-
-
-def read_study(run: Run, config: Config) -> tuple[Study, tuple[str, ...]]:
-    """The study, and a sentence for every line of it that is left out."""
-    kind = kind_of(config)
-    try:
-        found = read(run, kind.checks) if kind else None
-        pictures = [(path.stem, path.read_bytes()) for path in sorted(run.folder.glob("*.png"))]
+        reading = read(run, study.checks)
     except OSError as error:
         raise ValueError(f"not readable ({error.strerror or error})") from None
-    records = found.records if found else ()
-    shown = () if records else tuple(picture for picture in pictures if picture[1].startswith(_PNG))
-    if not records and not shown:
-        raise ValueError("nothing measured yet" if kind else "no figure in it")
-    title = config.get("title") or ("cost of a step" if kind else "")
-    name = f"{run.folder.resolve().name}{f': {title}' if title else ''}"
-    tables = _tables(kind, config, records) if kind else ()
-    study = Study(run.folder, name, kind, config, records, tables, shown, _environment(run))
-    return study, found.left_out if found else ()
-
-
-def _tables(kind: Kind, config: Config, records: tuple[Record, ...]) -> tuple[Table, ...]:
-    """Each record was found whole; only together they show whether they are of one study."""
-    try:
-        return tuple(kind.tables(config, records))
-    except (ValueError, KeyError, TypeError, ArithmeticError) as error:
+    if not reading.records:
+        raise ValueError("nothing measured yet")
+    try:  # each record fits, but perhaps not together
+        tables = tuple(study.tables(config, reading.records))
+    except (ValueError, LookupError, TypeError, ArithmeticError) as error:
         raise ValueError(f"its records do not go together ({type(error).__name__}: {error})") from None
-
-
-def _conditions(config: Config) -> Conditions:
-    fields = config.get("fields") or {}
-    try:
-        pairs = [*(fields.items() if isinstance(fields, Mapping) else fields)]
-        pairs += [("processes", count) for count in [config.get("processes", 1)] if count != 1]
-        written = ", ".join(f"{name} {value}" for name, value in pairs)
-    except (TypeError, ValueError):
-        raise ValueError(f"its fields are {fields!r:.60}") from None
-    subset = None if config.get("subset") is None else _whole(config, "subset")
-    return Conditions(_word(config, "task"), _whole(config, "epochs"), subset, _printable("fields", written))
-
-
-def _setting(config: Config) -> Setting:
-    name = _word(config, "optimizer")
-    lr, beta1, beta2 = (_number(config, key) for key in ("lr", "beta1", "beta2"))
-    if not is_step_size(lr):
-        raise ValueError(f"its lr is {lr}")
-    name = EARLIER_NAMES.get(name, name)
-    return Setting(name, lr, beta1, beta2, _options(config, name))
-
-
-def _options(config: Config, optimizer: str) -> str:
-    """The options; of an optimizer from a plugin also from which."""
-    options = config.get("options") or {}
-    if not isinstance(options, Mapping):
-        raise ValueError(f"its options are {options!r:.60}")
-    plugin = "" if is_built_in("OPTIMIZERS", optimizer) else _plugin(config)
-    own = [f"plugin={plugin}"] if plugin else []
-    return _printable("options", " ".join([*words(sorted(options.items())), *own]))
-
-
-def _number(config: Config, name: str) -> float:
-    value = config.get(name)
-    if not isinstance(value, int | float) or not abs(value) < LARGEST:
-        raise ValueError(f"its {name} is {value!r:.60}")
-    return float(value)
-
-
-def _whole(config: Config, name: str) -> int:
-    value = config.get(name)
-    if not isinstance(value, int) or not 0 <= value <= MOST:
-        raise ValueError(f"its {name} is {value!r:.60}")
-    return value
-
-
-def _word(config: Config, name: str) -> str:
-    value = config.get(name)
-    if not isinstance(value, str) or not value:
-        raise ValueError(f"its {name} is {value!r:.60}")
-    return _printable(name, value)
-
-
-def _printable(name: str, value: str) -> str:
-    if not value.isprintable():
-        raise ValueError(f"its {name} is {value!a:.60}")
-    return value
-
-
-def _command(config: Config) -> str:
-    """The command that repeats the run today."""
-    command = str(config.get("command", ""))
-    for earlier, name in EARLIER_NAMES.items():
-        command = command.replace(f"--optimizer {earlier} ", f"--optimizer {name} ")
-    return command
+    title = f"{run.folder.resolve().name}: {config.get('title')}"
+    return StudyRun(run.folder, title, study, config, reading.records, tables, _environment(run)), reading.left_out
 
 
 def _environment(run: Run) -> str:
-    """The run's environment in one line; none is no reason to leave the run out."""
+    """The run's environment in one line; empty if it cannot be read."""
     try:
         content: object = run.environment
     except (OSError, ValueError, TypeError, RecursionError):
         return ""
     return ", ".join(f"{name} {value}" for name, value in content.items()) if isinstance(content, dict) else ""
-
-
-def _json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_bytes())
-    except OSError as error:
-        raise ValueError(f"{path.name} is not readable ({error.strerror or error})") from None
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path.name} is not readable ({error})") from None

@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from ..wording import power
+from ..wording import Table, percent, plain, power
 from .collect import Experiment, Series
-from .estimate import percent, plain
 from .paper import PaperCurve
-from .table import Table
 
 FINAL_HEADINGS = (
     "optimizer",
@@ -55,7 +53,7 @@ def _final_row(series: Series) -> tuple[str, ...]:
     return (
         series.label,
         power(series.lr),
-        _betas(series),
+        series.betas,
         _seeds(series),
         percent(series.values["test_accuracy"][-1]),
         _best(series, "test_accuracy"),
@@ -68,10 +66,6 @@ def _final_row(series: Series) -> tuple[str, ...]:
 
 def _seeds(series: Series) -> str:
     return f"{len(series.seeds)}" + ("" if series.has_ended else f" (at epoch {series.epochs})")
-
-
-def _betas(series: Series) -> str:
-    return f"{series.beta1:g}, {series.beta2:g}" if series.beta1 or series.beta2 else ""
 
 
 def _best(series: Series, metric: str) -> str:
@@ -97,7 +91,7 @@ def settings_table(experiment: Experiment) -> Table:
         (
             s.label,
             power(s.lr),
-            _betas(s),
+            s.betas,
             _seeds(s),
             plain(s.area, digits=2),
             plain(s.values["test_loss"][-1]),

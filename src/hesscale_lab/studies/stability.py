@@ -1,7 +1,7 @@
 """Which optimizers survive being dropped in: twenty steps on many small networks, and whether the loss fell.
 
-With random labels the batch stays the same and its own loss counts; with learnable ones every step has a new batch, and
-a batch apart counts. All optimizers get the same networks, batches and step sizes.
+With random labels every step has the same batch, whose loss counts. With learnable labels every step has a new batch,
+and the loss of a held-out batch counts. All optimizers get the same networks, batches and step sizes.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import hesscale
 from hesscale.optim import CurvatureScaled
 
-from ..tasks.small_networks import DATA, SMALL_NETWORKS, SmallNetwork
-from ..tasks.tiny_transformers import tiny_transformers
-from .reading import Record, is_size
+from ..tasks.small_networks import DATA, SMALL_NETWORKS, SmallNetwork, tiny_transformers
+from ..wording import Table, counted
+from .study import Cell, Config, Record, Records, Study, by, has, is_size, is_whole, is_word
 
 STEPS = 20
 RATES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
@@ -34,14 +34,14 @@ CELLS = ((2, DATA[0]), (32, DATA[1]), (8, DATA[0]), (32, DATA[0]), (8, DATA[1]))
 BOUNDS = (None, 1.0, 3.0, 10.0)
 
 _QUICK = 8  # every so many networks are in the quick version
-_APART = 64  # examples whose loss counts where data can be learnt
+_HELD_OUT = 64  # examples whose loss counts where labels are learnable
 _GAMMA = 0.05  # of Sophia-G, for language models of 125 million parameters
 
 Make = Callable[[Any, float], torch.optim.Optimizer]
 
 
 def _sophia(params: Any, lr: float) -> CurvatureScaled:
-    """lr · clip(m / (γh), 1) = (lr/γ) · clip(m / h, γ), h an average of Gauss-Newton samples of every tenth step."""
+    """lr · clip(m / (γh), 1) = (lr/γ) · clip(m / h, γ); h averages a Gauss-Newton sample of every tenth step."""
     options: dict[str, Any] = {"scale": "mean", "every": 10, "betas": (0.965, 0.99), "eps": 1e-12, "weight_decay": 0.0}
     return hesscale.AdaGGNMC(params, lr=lr / _GAMMA, bound=_GAMMA, **options)
 
@@ -51,7 +51,7 @@ def _ours(preset: type[CurvatureScaled], **options: Any) -> Make:
 
 
 def _methods() -> dict[str, Make]:
-    found: dict[str, Make] = {
+    methods: dict[str, Make] = {
         "Adam": lambda params, lr: torch.optim.Adam(params, lr=lr),
         "AdamW": lambda params, lr: torch.optim.AdamW(params, lr=lr),
         "AdaHessian": _ours(hesscale.AdaHessian, eps=1e-4, bound=None),
@@ -60,39 +60,37 @@ def _methods() -> dict[str, Make]:
     for preset in (hesscale.AdaHesScale, hesscale.AdaHesScaleGN):
         for bound in BOUNDS:
             name = preset.__name__ + (", paper" if bound is None else f", bound {bound:g}")
-            found[name] = _ours(preset, bound=bound)
-    return found
+            methods[name] = _ours(preset, bound=bound)
+    return methods
 
 
 METHODS: Mapping[str, Make] = _methods()
 
 
 def networks() -> dict[str, SmallNetwork]:
-    """All that take part, by name; those of the transformers library where it is installed."""
+    """The networks by name; those of the transformers library where it is installed."""
     return {**SMALL_NETWORKS, **tiny_transformers()}
 
 
-def settings(quick: bool) -> dict[str, Any]:
-    """What config.json says; quick: every eighth network."""
+def settings(quick: bool) -> Config:
+    """The content of config.json; quick: every eighth network."""
     chosen = [*networks()][:: _QUICK if quick else 1]
     return {"networks": chosen, "optimizers": [*METHODS], "rates": [*RATES], "steps": STEPS}
 
 
-def cells(config: Mapping[str, Any]) -> list[tuple[str, int, str]]:
-    """Network, batch size and data. All networks once before any of them again: a run cut short has seen them all."""
+def cells(config: Config) -> list[Cell]:
+    """Network, batch size and data; all networks once before any of them again."""
     return [(name, batch, data) for batch, data in CELLS for name in config["networks"]]
 
 
-def measure_cell(
-    cell: tuple[Any, ...], config: Mapping[str, Any], *, data: Path | None, folder: Path
-) -> Iterator[dict[str, Any]]:
-    """The records of one cell; data is made, not read."""
+def measure(cell: Cell, config: Config, *, data: Path | None, folder: Path) -> Iterator[Record]:
+    """The records of a cell; its data is made, not read."""
     name, batch, kind = cell
-    return measure(name, networks()[name], batch=batch, data=kind)
+    return measure_network(name, networks()[name], batch=batch, data=kind)
 
 
-def measure(name: str, network: SmallNetwork, *, batch: int, data: str, seed: int = 0) -> Iterator[dict[str, Any]]:
-    """One record per optimizer and step size. Losses have six digits, and are None where they are not finite."""
+def measure_network(name: str, network: SmallNetwork, *, batch: int, data: str, seed: int = 0) -> Iterator[Record]:
+    """A record for each optimizer and step size. Losses have six digits, and are None where they are not finite."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = network.make()
@@ -101,22 +99,22 @@ def measure(name: str, network: SmallNetwork, *, batch: int, data: str, seed: in
                 torch.manual_seed(seed)
                 feed = _Feed(network, batch, data, seed)
                 with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # what optimizers warn of is counted here
+                    warnings.simplefilter("ignore")  # optimizers warn of what is counted here
                     start, end, top = _trained(copy.deepcopy(model), make, lr, feed)
-                found = {"start": start, "end": end, "top": top}
-                finite = {key: float(f"{value:.6g}") if math.isfinite(value) else None for key, value in found.items()}
+                losses = {"start": start, "end": end, "top": top}
+                finite = {key: float(f"{value:.6g}") if math.isfinite(value) else None for key, value in losses.items()}
                 cell = {"network": name, "batch": batch, "data": data, "seed": seed}
                 yield {"kind": "stability", **cell, "optimizer": method, "lr": lr, **finite}
 
 
 class _Feed:
-    """The batches of a training, and the one whose loss counts."""
+    """The batches of a training, and the batch whose loss counts."""
 
     def __init__(self, network: SmallNetwork, batch: int, data: str, seed: int) -> None:
         self._generator = torch.Generator().manual_seed(seed + 1)
         self._next = lambda count: network.batch(count, data, self._generator)
         self._batch, self._same = batch, data == DATA[0]
-        self.judge: tuple[Tensor, Tensor] = self._next(batch if self._same else _APART)
+        self.judge: tuple[Tensor, Tensor] = self._next(batch if self._same else _HELD_OUT)
 
     def next(self) -> tuple[Tensor, Tensor]:
         """The batch of the next step."""
@@ -124,7 +122,7 @@ class _Feed:
 
 
 def _trained(model: nn.Module, make: Make, lr: float, feed: _Feed) -> tuple[float, float, float]:
-    """The loss at first, at last, and at its highest in between; infinite once a gradient or a loss is not finite."""
+    """The first, last and highest loss; the last two are infinite if a gradient or a loss was not finite."""
     optimizer = make(model.parameters(), lr)
     start = top = _judged(model, feed.judge)
     for _ in range(STEPS):
@@ -148,35 +146,18 @@ def _judged(model: nn.Module, batch: tuple[Tensor, Tensor]) -> float:
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor]) -> float:
     optimizer.zero_grad()
     with ExitStack() as stack:
-        for context in _differentiable_twice() if isinstance(optimizer, hesscale.AdaHessian) else ():
-            stack.enter_context(context)
+        if isinstance(optimizer, hesscale.AdaHessian):  # fused attention and recurrent layers have no second derivative
+            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+            stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
         loss = F.cross_entropy(model(batch[0]), batch[1])
         optimizer.backward(loss) if isinstance(optimizer, CurvatureScaled) else loss.backward()
     optimizer.step()
     return loss.item()
 
 
-def _differentiable_twice() -> Iterator[AbstractContextManager[Any]]:
-    """Kernels that have a second derivative: fused attention and recurrent layers have none."""
-    yield sdpa_kernel(SDPBackend.MATH)
-    yield torch.backends.mkldnn.flags(enabled=False)
-
-
-def is_record(record: Record) -> bool:
-    """Whether a record has what the table needs."""
-    words = all(isinstance(record[key], str) for key in ("network", "data", "optimizer"))
-    return (
-        words
-        and isinstance(record["batch"], int)
-        and is_size(record["lr"])
-        and is_size(record["start"])
-        and all(record[key] is None or is_size(record[key]) for key in ("end", "top"))
-    )
-
-
 @dataclass(frozen=True)
 class Share:
-    """Of some runs, how many, and the parts of them that ended badly."""
+    """The number of some runs, and the shares of them that ended badly."""
 
     runs: int
     worse: float  # ended above their start, or not finite
@@ -184,10 +165,63 @@ class Share:
     spiked: float  # had a loss above 1.5 times the first plus a half, or not finite
 
 
-def share(records: Sequence[Record]) -> Share:
+def share(records: Records) -> Share:
     """The shares among these records."""
     count = len(records)
     broken = sum(record["end"] is None for record in records)
     worse = sum(record["end"] is not None and record["end"] > record["start"] for record in records)
     spiked = sum(record["top"] is None or record["top"] > 1.5 * record["start"] + 0.5 for record in records)
     return Share(count, (worse + broken) / count, broken / count, spiked / count)
+
+
+def tables(config: Config, records: Records) -> Iterator[Table]:
+    """The share of runs that ended badly, by optimizer and step size."""
+    if not records:
+        return
+    rates = sorted({record["lr"] for record in records})
+    networks = counted(len({record["network"] for record in records}), "network")
+    rows = []
+    for name, some in by(records, "optimizer").items():
+        total, by_rate = share(some), by(some, "lr")
+        worse = (share(by_rate[lr]).worse if lr in by_rate else None for lr in rates)
+        values = (*worse, total.worse, total.broken, total.spiked)
+        rows.append((name, *("" if value is None else f"{100 * value:.1f}" for value in values)))
+    yield Table(
+        f"Runs that ended above their start or not finite, in percent: {networks}, {STEPS} steps",
+        ("optimizer", *(f"lr {lr:g}" for lr in rates), "all", "not finite", "spiked"),
+        tuple(rows),
+        "Batches of 2, 8 and 32. Spiked: a loss above 1.5 times the first plus a half on the way.",
+    )
+
+
+def rows(records: Records) -> Iterator[Record]:
+    """Shares by optimizer, step size, batch size and data."""
+    keys = ("optimizer", "lr", "batch", "data")
+    for cell, some in by(records, *keys).items():
+        part = share(some)
+        shares = {"worse": part.worse, "not_finite": part.broken, "spiked": part.spiked}
+        counts = {"runs": part.runs, **{name: f"{value:.4f}" for name, value in shares.items()}}
+        yield {**dict(zip(keys, cell, strict=True)), **counts}
+
+
+def _is_loss(value: object) -> bool:
+    return value is None or is_size(value)
+
+
+STUDY = Study(
+    "which optimizers survive being dropped in: twenty steps on small networks of all common kinds (half an hour)",
+    settings,
+    cells,
+    ("network", "batch", "data"),
+    measure,
+    {
+        "stability": has(
+            **dict.fromkeys(("network", "data", "optimizer"), is_word),
+            **dict.fromkeys(("lr", "start"), is_size),
+            **dict.fromkeys(("end", "top"), _is_loss),
+            batch=is_whole,
+        )
+    },
+    tables,
+    rows,
+)

@@ -62,18 +62,18 @@ def stack(model: nn.Sequential, x: Tensor, y: Tensor) -> Stack:
     """The recorded pass of all examples."""
     params = tuple(p.detach().expand(len(x), *p.shape).clone().requires_grad_() for p in model.parameters())
     hidden, written = [x.unsqueeze(-1)], []
-    for place, (weight, bias) in enumerate(zip(params[::2], params[1::2], strict=True)):
+    for layer, (weight, bias) in enumerate(zip(params[::2], params[1::2], strict=True)):
         a = torch.bmm(weight, hidden[-1]) + bias.unsqueeze(-1)
         written.append(a)
-        if 2 * place + 1 < len(model):
-            hidden.append(model[2 * place + 1](a))
+        if 2 * layer + 1 < len(model):
+            hidden.append(model[2 * layer + 1](a))
     return Stack(params, tuple(hidden), tuple(written), y, type(model[1]))
 
 
 def propagated(stacked: Stack, method: str, *, rank: Rank = 0) -> Diagonals:
     """HesScale with ``rank`` columns, HesScaleGN or BL89, by the library itself, which keeps the copies apart."""
-    found = hesscale.diagonal(stacked.loss, stacked.params, method=method, rank=rank, retain_graph=True)
-    return [torch.zeros_like(p) if s is None else s for s, p in zip(found, stacked.params, strict=True)]
+    diagonal = hesscale.diagonal(stacked.loss, stacked.params, method=method, rank=rank, retain_graph=True)
+    return [torch.zeros_like(p) if s is None else s for s, p in zip(diagonal, stacked.params, strict=True)]
 
 
 def squared_gradient(stacked: Stack) -> Diagonals:
@@ -87,19 +87,19 @@ def exact(stacked: Stack, *, gauss_newton: bool = False) -> Diagonals:
     q = stacked.logits.softmax(1)
     g = q - F.one_hot(stacked.labels, q.shape[1])  # [N, units]
     curvature = torch.diag_embed(q) - q.unsqueeze(2) * q.unsqueeze(1)  # [N, units, units]
-    found: list[Tensor] = []
-    for place in range(len(stacked.hidden) - 1, -1, -1):
-        found = [*_spread(curvature.diagonal(dim1=1, dim2=2), stacked.hidden[place]), *found]
-        if place:
-            weight = stacked.params[2 * place]
-            first, second = _SLOPES[stacked.activation](stacked.pre_activations[place - 1].squeeze(-1))
+    diagonals: list[Tensor] = []
+    for layer in range(len(stacked.hidden) - 1, -1, -1):
+        diagonals = [*_spread(curvature.diagonal(dim1=1, dim2=2), stacked.hidden[layer]), *diagonals]
+        if layer:
+            weight = stacked.params[2 * layer]
+            first, second = _SLOPES[stacked.activation](stacked.pre_activations[layer - 1].squeeze(-1))
             g_h = torch.bmm(weight.mT, g.unsqueeze(2)).squeeze(2)
             down = weight * first.unsqueeze(1)  # W D
             curvature = torch.bmm(down.mT, torch.bmm(curvature, down))
             if not gauss_newton:
                 curvature = curvature + torch.diag_embed(second * g_h)
             g = first * g_h
-    return found
+    return diagonals
 
 
 def _spread(s: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:

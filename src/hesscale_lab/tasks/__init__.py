@@ -1,1 +1,1 @@
-"""Networks and the data they see. One file per source of data; NETWORKS is the table of everything a study can use."""
+"""Networks and data: ``table`` has the tasks of trainings, the other files those of studies."""

@@ -1,4 +1,4 @@
-"""Readers of the files that MNIST and CIFAR are published in. Whatever is wrong with a file ends as one sentence."""
+"""Reads digits, MNIST and CIFAR from the files they are published in; a bad file is an error of one sentence."""
 
 from __future__ import annotations
 
@@ -38,6 +38,22 @@ def read_idx(path: Path) -> Tensor:
     if values.size != np.prod(shape):
         raise DataError(f"{path} is cut short: {values.size} values for the shape {shape}")
     return torch.from_numpy(values.reshape(shape).copy())
+
+
+_TEST = 297  # of the 1,797 digits
+
+
+def read_digits(folder: Path | None = None, *, train: bool) -> Labelled:
+    """Images of 8 × 8 pixels with values 0 … 16, [N, 1, 8, 8], and labels: 1,500 for training, 297 for testing."""
+    try:
+        from sklearn.datasets import load_digits  # type: ignore[import-untyped, unused-ignore]
+    except ModuleNotFoundError:
+        raise FileNotFoundError("the digits come with scikit-learn: pip install scikit-learn") from None
+    digits = load_digits()
+    order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(0))
+    kept = order[_TEST:] if train else order[:_TEST]
+    images = torch.from_numpy(digits.images).to(torch.uint8).unsqueeze(1)
+    return images[kept], torch.from_numpy(digits.target).long()[kept]
 
 
 def read_mnist(folder: Path, *, train: bool) -> Labelled:

@@ -1,4 +1,4 @@
-"""The networks whose steps are timed and weighed, as a table of cells: a network and a batch size each.
+"""The networks whose steps are measured, as tables of workloads: a network and a batch size each.
 
 The two panels of the paper's figure 2, as its text has them: one hidden layer with more and more outputs, and more and
 more hidden layers. The authors' code differs: a squared error, batch 1, no biases, and in the first panel 256 linear
@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .classifiers import three_c_three_d
+from .networks import Reader as Reader
 from .networks import mlp
 
 INPUTS, WIDTH = 64, 512
@@ -42,13 +44,13 @@ class Problem:
 
     @property
     def parameters(self) -> int:
-        """How many there are."""
+        """The number of parameters."""
         return sum(p.numel() for p in self.network.parameters())
 
 
 @dataclass(frozen=True)
-class Cell:
-    """One row of a table."""
+class Workload:
+    """A network and a batch size whose step is measured."""
 
     panel: str  # outputs, layers or networks
     title: str
@@ -61,7 +63,7 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """What tells it from all other cells."""
+        """The unique name of the cell."""
         return f"{self.title}, batch {self.batch}"
 
     def problem(self, seed: int = 0) -> Problem:
@@ -85,13 +87,10 @@ def tanh_network(layers: int, outputs: int) -> nn.Sequential:
     return network
 
 
-def three_conv_three_dense() -> nn.Sequential:
+def three_conv_three_dense() -> nn.Module:
     """3C3D, the authors' network for CIFAR-10, with tanh."""
-    return nn.Sequential(
-        *(nn.Conv2d(3, 64, 5), nn.Tanh(), nn.MaxPool2d(3, 2), nn.Conv2d(64, 96, 3), nn.Tanh(), nn.MaxPool2d(3, 2)),
-        *(nn.Conv2d(96, 128, 3), nn.Tanh(), nn.MaxPool2d(3, 2), nn.Flatten(), nn.Linear(128, 512), nn.Tanh()),
-        *(nn.Linear(512, 256), nn.Tanh(), nn.Linear(256, 10)),
-    )
+    options = {"activation": "tanh", "width": 1.0, "padded": False, "generator": torch.default_generator}
+    return three_c_three_d(inputs=3, classes=10, **options)  # type: ignore[arg-type]
 
 
 class Residual(nn.Module):
@@ -122,20 +121,6 @@ def residual_network(width: int, blocks: int) -> nn.Sequential:
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width * 8, 10))
 
 
-class Reader(nn.Module):
-    """Embeds tokens, runs a sequence model over them and classifies the mean of its outputs."""
-
-    def __init__(self, words: int, width: int, body: nn.Module, classes: int) -> None:
-        super().__init__()
-        self.embedding, self.body, self.head = nn.Embedding(words, width), body, nn.Linear(width, classes)
-
-    def forward(self, tokens: Tensor) -> Any:
-        """Logits, [batch, classes]."""
-        outputs = self.body(self.embedding(tokens))
-        outputs = outputs[0] if isinstance(outputs, tuple) else outputs
-        return self.head(outputs.mean(1))
-
-
 def transformer(width: int = 256, layers: int = 4) -> nn.Module:
     """4 layers of width 256 with 4 heads, over 1000 words: 3.4 million parameters."""
     layer = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, activation="gelu", batch_first=True)
@@ -162,9 +147,9 @@ def sentences(count: int, length: int = 128) -> Tensor:
     return torch.randint(1000, (count, length))
 
 
-def _tanh_cell(panel: str, layers: int, outputs: int, batch: int) -> Cell:
+def _tanh_cell(panel: str, layers: int, outputs: int, batch: int) -> Workload:
     headline = panel == "layers" and layers in HEADLINE
-    return Cell(
+    return Workload(
         panel,
         f"{outputs} outputs" if panel == "outputs" else f"{layers} layer{'s' if layers > 1 else ''}",
         batch,
@@ -176,31 +161,31 @@ def _tanh_cell(panel: str, layers: int, outputs: int, batch: int) -> Cell:
     )
 
 
-_3C3D = Cell("networks", "3C3D", 128, three_conv_three_dense, images, 10, quick=True)
-_TRANSFORMER = Cell("networks", "transformer", 8, transformer, sentences, 10)
+_3C3D = Workload("networks", "3C3D", 128, three_conv_three_dense, images, 10, quick=True)
+_TRANSFORMER = Workload("networks", "transformer", 8, transformer, sentences, 10)
 
-CELLS: tuple[Cell, ...] = (
+CELLS: tuple[Workload, ...] = (
     *(_tanh_cell("layers", layers, 100, batch) for layers in LAYERS for batch in BATCHES),
     *(_tanh_cell("outputs", 1, outputs, batch) for outputs in OUTPUTS for batch in BATCHES),
     _3C3D,
     _TRANSFORMER,
 )
-"""What is timed."""
+"""The cells that are timed."""
 
-WEIGHED: tuple[Cell, ...] = (
-    Cell("memory", "MLP, 4 × 512 tanh", 128, functools.partial(tanh_network, 4, 100), vectors, 100, quick=True),
-    Cell("memory", "3C3D", 128, three_conv_three_dense, images, 10, quick=True),
-    Cell("memory", "ResNet-18", 16, functools.partial(residual_network, 64, 2), images, 10),
-    Cell("memory", "transformer", 8, transformer, sentences, 10),
+WEIGHED: tuple[Workload, ...] = (
+    Workload("memory", "MLP, 4 × 512 tanh", 128, functools.partial(tanh_network, 4, 100), vectors, 100, quick=True),
+    Workload("memory", "3C3D", 128, three_conv_three_dense, images, 10, quick=True),
+    Workload("memory", "ResNet-18", 16, functools.partial(residual_network, 64, 2), images, 10),
+    Workload("memory", "transformer", 8, transformer, sentences, 10),
 )
-"""Whose peak of memory is measured."""
+"""The cells whose peak of memory is measured."""
 
 _SHORT = functools.partial(sentences, length=32), functools.partial(sentences, length=16)
 
-COMPILED: tuple[Cell, ...] = (
+COMPILED: tuple[Workload, ...] = (
     *(cell for cell in CELLS if cell.headline),
-    Cell("networks", "transformer, 2 × 128", 8, functools.partial(transformer, 128, 2), _SHORT[0], 10, quick=True),
-    Cell("networks", "ResNet type", 16, functools.partial(residual_network, 16, 1), images, 10),
-    Cell("networks", "LSTM, 96 × 16 tokens", 16, recurrent_network, _SHORT[1], 10),
+    Workload("networks", "transformer, 2 × 128", 8, functools.partial(transformer, 128, 2), _SHORT[0], 10, quick=True),
+    Workload("networks", "ResNet type", 16, functools.partial(residual_network, 16, 1), images, 10),
+    Workload("networks", "LSTM, 96 × 16 tokens", 16, recurrent_network, _SHORT[1], 10),
 )
-"""Where compiled passes are compared with eager ones: the headline, and networks that are quick to compile."""
+"""The cells where compiled passes are compared with eager ones: the headline, and networks that compile quickly."""

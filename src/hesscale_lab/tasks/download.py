@@ -1,8 +1,10 @@
-"""Where data is: in a folder the user names, in the cache, or on the web, from where it is fetched and checked once."""
+"""Finds data in the user's folder or in the cache, and downloads and checks it once if it is not there."""
 
 from __future__ import annotations
 
+import functools
 import os
+import tarfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,36 +62,36 @@ Fetch = Callable[..., Any]
 
 
 def folder_with(name: str, folder: Path | None, *, fetch: Fetch | None = None) -> Path:
-    """The folder to read an archive from: the given one as it is; else the cache, filled by a download if need be."""
+    """The folder to read an archive from: the given one, or the cache after a download."""
     if folder is not None:
         return folder
-    archive, place = ARCHIVES[name], cache()
-    if not is_there(archive, place):
-        download(archive, place, fetch=fetch)
-    return place
+    archive, folder = ARCHIVES[name], cache()
+    if not is_there(archive, folder):
+        download(archive, folder, fetch=fetch)
+    return folder
 
 
 def cache() -> Path:
-    """Where downloads are kept; HESSCALE_DATA names another place."""
+    """Where downloads are kept; HESSCALE_DATA names another folder."""
     named = os.environ.get("HESSCALE_DATA")
     if named:
         return Path(named)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hesscale"
 
 
-def is_there(archive: Archive, place: Path) -> bool:
+def is_there(archive: Archive, folder: Path) -> bool:
     """Whether all files of an archive are in this folder."""
-    inside = place / archive.folder
+    inside = folder / archive.folder
     return all((inside / name).exists() or (inside / f"{name}.gz").exists() for name in archive.needed)
 
 
-def download(archive: Archive, place: Path, *, fetch: Fetch | None = None) -> None:
-    """Fetches the files of an archive into a folder, each checked by its MD5 sum before it counts."""
+def download(archive: Archive, folder: Path, *, fetch: Fetch | None = None) -> None:
+    """Downloads the files of an archive into a folder, and checks their MD5 sums."""
     try:
         fetch = fetch or _pooch()
-        target = place if archive.packed else place / archive.folder
+        target = folder if archive.packed else folder / archive.folder
         for name, md5 in archive.checksums.items():
-            unpack = {"processor": _Unpack(place)} if archive.packed else {}
+            unpack = {"processor": functools.partial(_unpack, folder)} if archive.packed else {}
             fetch(f"{archive.url}/{name}", known_hash=f"md5:{md5}", fname=name, path=target, **unpack)
     except Exception as error:  # no network, no space, a wrong sum: the way out is the same
         raise FileNotFoundError(f"cannot download {archive.title} ({_short(error)}): {_by_hand(archive)}") from error
@@ -103,19 +105,12 @@ def _pooch() -> Fetch:
     return retrieve
 
 
-class _Unpack:
-    """A processor for pooch that unpacks a tar file where its reader expects it."""
-
-    def __init__(self, place: Path) -> None:
-        self.place = place
-
-    def __call__(self, path: str, action: str, pup: Any) -> str:
-        import tarfile
-
-        with tarfile.open(path) as tar:
-            tar.extractall(self.place, filter="data")
-        Path(path).unlink()  # as large as what was in it
-        return path
+def _unpack(folder: Path, path: str, action: str, pup: Any) -> str:
+    """A processor for pooch that unpacks a tar file into the folder."""
+    with tarfile.open(path) as tar:
+        tar.extractall(folder, filter="data")
+    Path(path).unlink()  # as large as its content
+    return path
 
 
 def _short(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""The networks whose curvature is studied, as a table: how each is made, what it sees, how long it is trained."""
+"""The networks of the study of quality, as a table: how each is made, its data, how long it is trained."""
 
 from __future__ import annotations
 
@@ -7,23 +7,48 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from . import mnist, synthetic
+from .archives import read_mnist
 
-Data = Callable[[int, torch.Generator], tuple[Tensor, Tensor]]
-"""From a count and a generator to that many examples."""
+Draw = Callable[[int, torch.Generator], tuple[Tensor, Tensor]]
+"""From a count and a generator to ``count`` examples."""
 
 BATCH, STEP_SIZE = 32, 1e-3
 """Training is plain Adam, as in the ICML version's experiment on MNIST."""
 
 
+_LENGTH, _VOCABULARY = 6, 8  # of the sequences to look things up in
+
+
+def noise(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """The paper's data: x ~ N(0, I₆) and labels drawn uniformly from ten, [N, 6] and [N]."""
+    x = torch.randn(count, 6, generator=generator, dtype=torch.float64)
+    return x, torch.randint(10, (count,), generator=generator)
+
+
+def templates(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Ten fixed random images under noise of the same size, [N, 1, 10, 10]; the label says which one."""
+    fixed = torch.Generator().manual_seed(0)
+    images = torch.randn(10, 1, 10, 10, generator=fixed, dtype=torch.float64)
+    y = torch.randint(10, (count,), generator=generator)
+    return images[y] + torch.randn(count, 1, 10, 10, generator=generator, dtype=torch.float64), y
+
+
+def lookup(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Sequences of tokens, [N, 6]; the first token says at which later position the label is."""
+    x = torch.randint(_VOCABULARY, (count, _LENGTH), generator=generator)
+    x[:, 0] %= _LENGTH - 1
+    return x, x.gather(1, x[:, :1] + 1).squeeze(1)
+
+
 @dataclass(frozen=True)
 class Size:
-    """How much of an experiment is done."""
+    """How many seeds, examples and updates a run has."""
 
     seeds: int
     examples: int
@@ -38,7 +63,7 @@ class Network:
     make: Callable[[], nn.Module]
     full: Size
     quick: Size
-    data: Data | None = None  # None: MNIST, read from a folder
+    data: Draw | None = None  # None: MNIST, read from a folder
 
 
 def mlp(*widths: int, activation: type[nn.Module]) -> nn.Sequential:
@@ -55,20 +80,36 @@ def cnn() -> nn.Sequential:
     )  # fmt: skip
 
 
+class Reader(nn.Module):
+    """Embeds words, runs a sequence model over them, and classifies the mean of its outputs, perhaps normalized."""
+
+    def __init__(self, words: int, width: int, body: nn.Module, classes: int, *, norm: bool = False) -> None:
+        super().__init__()
+        self.embedding, self.body = nn.Embedding(words, width), body
+        self.norm = nn.LayerNorm(width) if norm else nn.Identity()
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, words: Tensor) -> Any:
+        """Logits, [batch, classes]."""
+        outputs = self.body(self.embedding(words))
+        outputs = outputs[0] if isinstance(outputs, tuple) else outputs
+        return self.head(self.norm(outputs.mean(1)))
+
+
 class Transformer(nn.Module):
     """Two pre-norm encoder layers (width 12, two heads, GELU) over six tokens, read out at the first."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.token, self.place = nn.Embedding(synthetic.VOCABULARY, 12), nn.Embedding(synthetic.LENGTH, 12)
+        self.token, self.place = nn.Embedding(_VOCABULARY, 12), nn.Embedding(_LENGTH, 12)
         layer = functools.partial(nn.TransformerEncoderLayer, 12, 2, 24, dropout=0.0, activation="gelu")
         self.blocks = nn.Sequential(*(layer(batch_first=True, norm_first=True) for _ in range(2)))
-        self.norm, self.head = nn.LayerNorm(12), nn.Linear(12, synthetic.VOCABULARY)
+        self.norm, self.head = nn.LayerNorm(12), nn.Linear(12, _VOCABULARY)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Scores for the token asked for, [N, vocabulary]."""
-        places = torch.arange(tokens.shape[1], device=tokens.device)
-        return self.head(self.norm(self.blocks(self.token(tokens) + self.place(places))[:, 0]))
+        """Scores of every token for the answer, [N, vocabulary]."""
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        return self.head(self.norm(self.blocks(self.token(tokens) + self.place(positions))[:, 0]))
 
 
 _MNIST = Size(10, 100, 10_000), Size(2, 20, 500)
@@ -80,7 +121,7 @@ NETWORKS: Mapping[str, Network] = {
         functools.partial(mlp, 6, 16, 16, 16, 10, activation=nn.Tanh),
         Size(40, 1000, 0),
         Size(10, 100, 0),
-        synthetic.noise,
+        noise,
     ),
     "mnist-tanh": Network(
         "784-64-64-64-10 tanh, MNIST",
@@ -92,8 +133,8 @@ NETWORKS: Mapping[str, Network] = {
         functools.partial(mlp, 784, 64, 64, 64, 10, activation=nn.ReLU),
         *_MNIST,
     ),
-    "cnn": Network("CNN, noisy templates", cnn, *_SMALL, synthetic.templates),
-    "transformer": Network("transformer, look-up task", Transformer, *_SMALL, synthetic.lookup),
+    "cnn": Network("CNN, noisy templates", cnn, *_SMALL, templates),
+    "transformer": Network("transformer, look-up task", Transformer, *_SMALL, lookup),
 }
 
 
@@ -104,24 +145,29 @@ def seeded(make: Callable[[], nn.Module], seed: int) -> nn.Module:
         return make().double()
 
 
-def sources(network: Network, folder: Path | None) -> tuple[Data, Data]:
-    """Where training and measured examples come from."""
+@functools.lru_cache(maxsize=1)
+def sources(network: Network, folder: Path | None) -> tuple[Draw, Draw]:
+    """The training examples, and those that are measured."""
     if network.data is not None:
         return network.data, network.data
     if folder is None:
         raise FileNotFoundError("this network needs MNIST: point --data at a folder as torchvision makes it")
-    return tuple(_picker(*mnist.load(folder, train=train)) for train in (True, False))  # type: ignore[return-value]
+    return _mnist(folder, train=True), _mnist(folder, train=False)
 
 
-def _picker(x: Tensor, y: Tensor) -> Data:
-    def pick(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        places = torch.randint(len(x), (count,), generator=generator)
-        return x[places], y[places]
+def _mnist(folder: Path, *, train: bool) -> Draw:
+    """Draws flattened images in [−1, 1], [N, 784] in float64, and their labels."""
+    images, y = read_mnist(folder, train=train)
+    x = images.flatten(1).double().div_(127.5).sub_(1)
 
-    return pick
+    def draw(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        rows = torch.randint(len(x), (count,), generator=generator)
+        return x[rows], y[rows]
+
+    return draw
 
 
-def train(model: nn.Module, data: Data, *, updates: int, generator: torch.Generator) -> None:
+def train(model: nn.Module, data: Draw, *, updates: int, generator: torch.Generator) -> None:
     """Trains the model in place."""
     if not updates:
         return

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from . import classifiers
-from .archives import read_cifar10, read_cifar100, read_mnist
-from .digits import read_digits
+from .archives import read_cifar10, read_cifar100, read_digits, read_mnist
 from .images import ImageTask
 from .task import Task
 from .text import TextTask
@@ -84,11 +83,11 @@ TASKS: dict[str, Task] = {
     ),
     "text-gpt": TextTask(title="text, GPT of 5 layers and width 128", epochs=10, batch=32, validation=0.1),
 }
-"""What there is, and what a plugin adds."""
+"""The tasks of the paper and two others, and those that a plugin adds."""
 
 
 def task_named(name: str) -> Task:
-    """The row of this name; ValueError with the names there are."""
+    """The task of this name; ValueError that lists all names if there is none."""
     if name not in TASKS:
         raise ValueError(f"unknown task {name!r}: choose among {', '.join(TASKS)}")
     return TASKS[name]

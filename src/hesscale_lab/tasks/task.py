@@ -1,8 +1,9 @@
-"""What a task is: examples, a network, a loss. Rows of the table and tasks of a user's own are all of this class."""
+"""A task is examples, a network and a loss; the rows of the table and a user's tasks are of this class."""
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -50,10 +51,10 @@ WORDS = Field(str, lambda value: isinstance(value, str) and value.isprintable() 
 
 
 @dataclass(frozen=True)
-class Task:
-    """Examples, a network and a loss. A task of one's own has ``load`` and ``make``, and more if it needs more.
+class Task(ABC):
+    """Examples, a network and a loss. A task defines ``load`` and ``make``, and overrides what else it needs.
 
-    What stands in ``FIELDS`` can be given other values, as ``--field name=value``.
+    The user can change the fields in ``FIELDS``, as ``--field name=value``.
     """
 
     title: str
@@ -66,20 +67,20 @@ class Task:
 
     FIELDS: ClassVar[Mapping[str, Field]] = {"batch": WHOLE, "weight_decay": NOT_NEGATIVE}
 
+    @abstractmethod
     def load(self, folder: Path | None) -> tuple[Labelled, Labelled]:
-        """Training and test examples; ``folder`` is what ``--data`` names."""
-        raise NotImplementedError(f"{type(self).__name__} has no load")
+        """Training and test examples; ``folder`` is --data."""
 
     def digest(self, folder: Path | None) -> str | None:
-        """Of the data, where it is a file of the user's, so that runs on another one are not taken for these."""
+        """A fingerprint of the data, if it is a file of the user's: runs on another file are other runs."""
         return None
 
+    @abstractmethod
     def make(self, generator: torch.Generator) -> nn.Module:
         """The network, freshly initialized from this generator."""
-        raise NotImplementedError(f"{type(self).__name__} has no make")
 
     def prepare(self, examples: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """What the network sees of a batch; changed at random, where a task does so, if there is a generator."""
+        """The network's input from a batch; with a generator, augmented where the task augments."""
         return examples
 
     def loss(self, outputs: Tensor, labels: Tensor, *, reduction: str = "mean") -> Tensor:
@@ -87,11 +88,11 @@ class Task:
         return F.cross_entropy(outputs, labels.flatten(), reduction=reduction)
 
     def right(self, outputs: Tensor, labels: Tensor) -> float:
-        """How many of the labels were found; an accuracy is this by the number of labels."""
+        """The number of right answers."""
         return float((outputs.argmax(1) == labels.flatten()).sum())
 
     def held_back(self, count: int) -> int:
-        """How many of so many training examples are for validation."""
+        """How many of ``count`` training examples are for validation."""
         return round(self.validation * count) if self.validation < 1 else int(self.validation)
 
     def with_fields(self, fields: Sequence[tuple[str, Any]]) -> Self:

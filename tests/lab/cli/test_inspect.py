@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import hesscale
-from hesscale_lab.cli import app
-from hesscale_lab.plots.inspection import counts, figures
+from hesscale_lab.report.inspection import counts, figures
+
+from ..command import lab
 
 SCRIPT = """
 import torch
@@ -46,17 +46,10 @@ def script(folder: Path, change: str = "", imports: str = "") -> Path:
     return path
 
 
-def run(*arguments: object, columns: int = 200) -> tuple[int, str, str]:
-    result = CliRunner().invoke(app, ["inspect", *map(str, arguments)], env={"COLUMNS": str(columns)})
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result.exit_code, result.stdout, result.stderr
-
-
 def test_it_prints_a_table_and_writes_a_page(tmp_path: Path) -> None:
     (tmp_path / "neighbor.py").write_text("there = True")
     path = script(tmp_path, imports="import neighbor")
-    code, printed, complaint = run(f"{path}:make", "--rank", 1, "--out", tmp_path / "page.html")
+    code, printed, complaint = lab("inspect", f"{path}:make", "--rank", 1, "--out", tmp_path / "page.html")
     assert (code, complaint) == (0, "")
     content = (tmp_path / "page.html").read_text()
     model, loss_fn, batches = sys.modules["network"].make()
@@ -71,7 +64,7 @@ def test_it_prints_a_table_and_writes_a_page(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("columns", [80, 20])
 def test_numbers_are_whole_in_little_room(columns: int, tmp_path: Path) -> None:
-    code, printed, _ = run(f"{script(tmp_path)}:make", "--out", tmp_path / "page.html", columns=columns)
+    code, printed, _ = lab("inspect", f"{script(tmp_path)}:make", "--out", tmp_path / "page.html", columns=columns)
     assert code == 0
     found = hesscale.applications.inspect(*sys.modules["network"].make())
     lines = [line.strip("│").split("│") for line in printed.splitlines() if line.startswith("│")]
@@ -80,11 +73,11 @@ def test_numbers_are_whole_in_little_room(columns: int, tmp_path: Path) -> None:
 
 def test_some_batches_are_enough(tmp_path: Path) -> None:
     path, out = script(tmp_path), tmp_path / "page.html"
-    assert run(f"{path}:make", "--batches", 1, "--method", "ggn_mc", "--out", out)[0] == 0
+    assert lab("inspect", f"{path}:make", "--batches", 1, "--method", "ggn_mc", "--out", out)[0] == 0
     first = out.read_bytes()
-    assert run(f"{path}:make", "--batches", 1, "--method", "ggn_mc", "--out", out)[0] == 0
+    assert lab("inspect", f"{path}:make", "--batches", 1, "--method", "ggn_mc", "--out", out)[0] == 0
     assert out.read_bytes() == first
-    assert run(f"{path}:make", "--batches", 1, "--method", "ggn_mc", "--seed", 1, "--out", out)[0] == 0
+    assert lab("inspect", f"{path}:make", "--batches", 1, "--method", "ggn_mc", "--seed", 1, "--out", out)[0] == 0
     assert out.read_bytes() != first
 
 
@@ -112,7 +105,7 @@ def test_what_is_wrong_is_one_line(
 ) -> None:
     script(tmp_path, change)
     monkeypatch.chdir(tmp_path)
-    code, printed, complaint = run(what, *options)
+    code, printed, complaint = lab("inspect", what, *options)
     assert code in (1, 2)
     assert printed == ""
     assert complaint.startswith("hesscale: ") and complaint.count("\n") == 1
@@ -121,7 +114,7 @@ def test_what_is_wrong_is_one_line(
 
 
 def test_a_folder_that_is_not_there_is_one_line(tmp_path: Path) -> None:
-    code, _, complaint = run(f"{script(tmp_path)}:make", "--out", tmp_path / "none" / "page.html")
+    code, _, complaint = lab("inspect", f"{script(tmp_path)}:make", "--out", tmp_path / "none" / "page.html")
     assert code == 1
     assert complaint.count("\n") == 1
 
@@ -138,4 +131,4 @@ def test_every_entry_is_counted_once_or_left_out() -> None:
 
 def test_a_loss_function_of_torch_will_do(tmp_path: Path) -> None:
     path = script(tmp_path, "return model, nn.CrossEntropyLoss(), iter(batches)")
-    assert run(f"{path}:make", "--out", tmp_path / "page.html")[0] == 0
+    assert lab("inspect", f"{path}:make", "--out", tmp_path / "page.html")[0] == 0

@@ -11,11 +11,11 @@ import pytest
 
 from hesscale_lab.histories import METRICS, read_history
 from hesscale_lab.report.collect import collect
-from hesscale_lab.report.estimate import Estimate
-from hesscale_lab.report.numbers import write_numbers
 from hesscale_lab.report.per_second import Comparison, area, baseline_of, comparisons, per_second_table, reach, verdict
+from hesscale_lab.report.write import _write_numbers
 from hesscale_lab.runs import open_run
 from hesscale_lab.settings import folder_of
+from hesscale_lab.wording import Estimate
 
 from ..made_up_runs import ADAM, make_run, make_seeds
 
@@ -91,7 +91,7 @@ def test_losses_that_are_not_above_0_have_no_ratio_of_areas(tmp_path: Path) -> N
     assert (found.area, found.area_verdict, found.time_verdict) == (None, "open", "ahead, 1 seed")
     table = per_second_table(collect([tmp_path]).experiments[0])
     assert table is not None and table.rows[0][5:] == ("", "open")
-    write_numbers(collect([tmp_path]), tmp_path)
+    _write_numbers(collect([tmp_path]), tmp_path)
     (line,) = csv.DictReader((tmp_path / "seconds.csv").read_text().splitlines())
     assert (line["place"], line["area"], line["area_verdict"]) == (tmp_path.name, "", "open")
 
@@ -138,7 +138,7 @@ def test_the_table_and_the_numbers_show_seeds_and_spreads(tmp_path: Path) -> Non
     assert table is not None
     row = ("AdaHesScale every=10", "3", "4.0 ± 0.0", "0.667 ± 0.000", "wins", "0.756 ± 0.022", "wins")
     assert table.rows == (row,)
-    write_numbers(collection, tmp_path)
+    _write_numbers(collection, tmp_path)
     (line,) = csv.DictReader((tmp_path / "seconds.csv").read_text().splitlines())
     assert (line["against"], line["options"], line["seeds"], line["reached"]) == ("Adam", "every=10", "3", "3")
     assert float(line["area"]) == pytest.approx((11 + 12 + 11) / 45)

@@ -5,41 +5,28 @@ from __future__ import annotations
 import csv
 import json
 import math
-from base64 import b64decode
+import shutil
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-import typer
-from typer.testing import CliRunner
 
-from hesscale_lab.cli.report import report as report_command
+from hesscale_lab.figures import STYLES, styles
 from hesscale_lab.optimizers import PAPERS
-from hesscale_lab.plots import learning_curves, sensitivity
-from hesscale_lab.plots.colors import STYLES, styles
-from hesscale_lab.plots.learning_curves import Against
+from hesscale_lab.report import learning_curves, sensitivity
 from hesscale_lab.report.collect import Experiment, collect
-from hesscale_lab.report.estimate import Estimate, estimate, plain
+from hesscale_lab.report.learning_curves import Against
 from hesscale_lab.report.paper import paper_curves
 from hesscale_lab.report.tables import final_table, settings_table
-from hesscale_lab.wording import counted, power
+from hesscale_lab.wording import Estimate, counted, estimate, plain, power
 
+from ..command import lab
 from ..made_up_runs import ADAM, cut_off, make_run, make_seeds
 
 MNIST = replace(ADAM, task="mnist-mlp")
-PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR42mNoAAAAggCBd81ytgAAAABJRU5ErkJggg=="
+RESULTS = Path(__file__).parents[3] / "results"
 VOID = {"meta", "img", "source", "br", "link", "hr", "input"}
-
-app = typer.Typer()
-app.command()(report_command)
-
-
-def report(*arguments: object) -> tuple[int, str]:
-    result = CliRunner().invoke(app, [*map(str, arguments)])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result.exit_code, result.stderr
 
 
 def only(root: Path) -> Experiment:
@@ -70,6 +57,7 @@ class Page(HTMLParser):
         return [attributes for name, attributes in self.elements if name == tag]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_an_optimizer_with_options_has_a_curve_of_its_own(tmp_path: Path) -> None:
     for options, loss in (((), 1.0), ((("every", 10),), 0.5), ((("every", 2),), 0.25)):
         make_seeds(tmp_path, replace(ADAM, optimizer="AdaHesScale", options=options), [[2, 1, 1, loss]] * 2)
@@ -79,7 +67,7 @@ def test_an_optimizer_with_options_has_a_curve_of_its_own(tmp_path: Path) -> Non
     assert not experiment.is_search
     looks = styles(experiment.chosen)
     assert looks["AdaHesScale"] == STYLES["AdaHesScale"] and len(set(looks.values())) == 3
-    assert report(tmp_path, "--out", tmp_path / "out")[0] == 0
+    assert lab("report", tmp_path, "--out", tmp_path / "out")[0] == 0
     assert "AdaHesScale every=10" in (tmp_path / "out" / "report.html").read_text()
     rows = list(csv.DictReader((tmp_path / "out" / "report.csv").read_text().splitlines()))
     assert {(row["optimizer"], row["options"]) for row in rows} == {
@@ -193,11 +181,12 @@ def test_a_setting_that_has_ended_goes_before_one_that_has_not(tmp_path: Path) -
     assert [*axes.lines[0].get_xdata()] == [1e-4, 1e-3]  # type: ignore[misc]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_areas_of_unfinished_settings_are_compared_over_the_same_epochs(tmp_path: Path) -> None:
     make_run(tmp_path, replace(ADAM, lr=1e-1), [2, 1.5], end=None)
     make_run(tmp_path, replace(ADAM, lr=1e-2), [2, 1, 1], end=None)
     assert only(tmp_path).chosen["Adam"].lr == 1e-2
-    assert report(tmp_path, "--out", tmp_path / "out")[0] == 0
+    assert lab("report", tmp_path, "--out", tmp_path / "out")[0] == 0
     assert not list((tmp_path / "out").glob("*-sensitivity.png"))  # there is no final loss yet
 
 
@@ -243,13 +232,13 @@ def test_the_page_needs_nothing_else(tmp_path: Path) -> None:
         make_seeds(runs, replace(MNIST, lr=lr), [[2, 1, 1, lr], [2, 1.1, 1, 0.5]])
     make_run(runs, replace(MNIST, optimizer="SGD", beta2=0.0), [2, 1], end="not finite")
     study = runs / "quality"
-    study.mkdir()
-    (study / "config.json").write_text(json.dumps({"command": "hesscale quality", "title": "a <b> & c"}))
-    (study / "quality.png").write_bytes(b64decode(PIXEL))
+    shutil.copytree(RESULTS / "quality" / "paper", study)
+    config = json.loads((study / "config.json").read_text())
+    (study / "config.json").write_text(json.dumps({**config, "title": "a <b> & c"}))
     (runs / "broken").mkdir()
     (runs / "broken" / "config.json").write_text("{")
     out = tmp_path / "new" / "report"
-    code, complaint = report(runs, "--out", out)
+    code, _, complaint = lab("report", runs, "--out", out)
     assert code == 0
     assert complaint.startswith(f"hesscale: left out {runs / 'broken'}: config.json is not readable (")
     assert complaint.count("\n") == 1
@@ -258,12 +247,15 @@ def test_the_page_needs_nothing_else(tmp_path: Path) -> None:
         "report.html",
         "report.csv",
         "seconds.csv",
+        "quality.csv",
+        "quality-quality.png",
+        "quality-time.png",
         *(f"{name}.{kind}" for name in names for kind in ("png", "svg")),
     }
     text = (out / "report.html").read_text()
     page = Page(text)
     images = page.named("img")
-    assert len(images) == 4
+    assert len(images) == 5
     assert all((image["src"] or "").startswith("data:image/png;base64,iVBOR") and image["alt"] for image in images)
     assert all((source["srcset"] or "").startswith("data:image/png;base64,") for source in page.named("source"))
     assert "http:" not in text
@@ -279,36 +271,15 @@ def test_the_page_needs_nothing_else(tmp_path: Path) -> None:
 
 
 def test_folders_without_runs_are_one_sentence(tmp_path: Path) -> None:
-    code, complaint = report(tmp_path, "--out", tmp_path / "report")
+    code, _, complaint = lab("report", tmp_path, "--out", tmp_path / "report")
     assert code == 1
     assert (
         complaint == f"hesscale: no run to report on in {tmp_path}: `hesscale train` and `hesscale sweep` make them\n"
     )
-    code, complaint = report(tmp_path / "nowhere", "--out", tmp_path / "report")
+    code, _, complaint = lab("report", tmp_path / "nowhere", "--out", tmp_path / "report")
     assert code == 2
     assert complaint == f"hesscale: {tmp_path / 'nowhere'} is not a folder\n"
     assert not (tmp_path / "report").exists()
-
-
-def test_a_report_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
-    make_run(tmp_path / "runs", ADAM, [2, 1, 1, 1])
-    (tmp_path / "taken").write_text("a file, not a folder")
-    code, complaint = report(tmp_path / "runs", "--out", tmp_path / "taken")
-    assert code == 1
-    assert complaint.startswith(f"hesscale: cannot write to {tmp_path / 'taken'}: ")
-    assert complaint.count("\n") == 1
-
-
-def test_older_runs_have_the_librarys_names(tmp_path: Path) -> None:
-    for name in ("BL89", "AdaBL89"):
-        make_run(tmp_path, replace(MNIST, optimizer=name, seed=len(name)), [2, 1, 1, 0.5])
-    experiment = only(tmp_path)
-    (series,) = experiment.series
-    assert (series.optimizer, len(series.seeds)) == ("AdaBL89", 2)
-    assert all("--optimizer AdaBL89 " in command for command in series.commands)
-    table = final_table(experiment, paper_curves("mnist-mlp"))
-    assert table.rows[0][-1]  # the paper's BL89 stands beside it
-    assert table.headings[:2] == ("optimizer", "lr")
 
 
 def test_one_is_singular(tmp_path: Path) -> None:
@@ -317,10 +288,11 @@ def test_one_is_singular(tmp_path: Path) -> None:
     assert counted(1200, "seed") == "1,200 seeds"
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_numbers_stand_beside_the_report(tmp_path: Path) -> None:
     make_seeds(tmp_path / "runs", ADAM, [[2, 1, 1, 1], [2, 2, 1, 0.5]])
     make_run(tmp_path / "runs", replace(ADAM, lr=0.1), [2, 1], end="not finite")
-    assert report(tmp_path / "runs", "--out", tmp_path / "report") == (0, "")
+    assert lab("report", tmp_path / "runs", "--out", tmp_path / "report")[::2] == (0, "")
     with (tmp_path / "report" / "report.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 2 * 4

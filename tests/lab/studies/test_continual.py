@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
-from typer.testing import CliRunner
 
 from hesscale.applications.consolidation import EWC
-from hesscale_lab.cli import app
-from hesscale_lab.report.kinds import kind_of
-from hesscale_lab.studies import continual
-from hesscale_lab.study_table import STUDIES
+from hesscale_lab.studies import applications, continual
 from hesscale_lab.tasks.networks import mlp
 
 from ..small_archives import write_mnist
@@ -32,7 +26,7 @@ TINY = {
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    continual._load.cache_clear()
+    applications.images_of.cache_clear()
     write_mnist(tmp_path, 60)
     return tmp_path
 
@@ -45,7 +39,8 @@ def test_forgetting_is_counted_from_the_best() -> None:
 
 def test_tasks_are_five_and_keep_their_images_apart(data: Path) -> None:
     split = continual.tasks_of("split MNIST", 0, TINY, data)
-    (images, labels), _ = continual._load(data)
+    (raw, labels), _ = applications.images_of(continual._MNIST, data)
+    images = continual._MNIST.prepare(raw).flatten(1)
     for number, task in enumerate(split):
         for x, y in (task.train, task.valid):
             for image, label in zip(x, y, strict=True):
@@ -66,40 +61,11 @@ def test_a_penalty_holds_weights_where_they_were(data: Path) -> None:
         torch.manual_seed(0)
         model = mlp(784, 10, 2, activation=nn.Tanh)
         penalty = None if strength is None else EWC(model, strength=strength)
-        continual.train(model, penalty, first.train, 20, torch.Generator().manual_seed(0))
+        applications.train(model, continual.shuffled(first.train, 20, torch.Generator().manual_seed(0)), penalty)
         anchor = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
         if penalty is not None:
             penalty.consolidate(diagonal={name: torch.ones_like(p) for name, p in model.named_parameters()})
-        continual.train(model, penalty, second.train, 20, torch.Generator().manual_seed(0))
+        applications.train(model, continual.shuffled(second.train, 20, torch.Generator().manual_seed(0)), penalty)
         now = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
         moved.append(float((now - anchor).norm()))
     assert 0 < moved[1] < moved[0] / 5
-
-
-def test_the_command_searches_and_then_measures(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    methods = {name: continual.METHODS[name] for name in ("none", "L2", "EWC, HesScale")}
-    monkeypatch.setattr(continual, "METHODS", methods)
-    row = STUDIES["continual"]
-    changed = dataclasses.replace(row, settings=lambda quick: {**row.settings(quick), **TINY, "methods": [*methods]})
-    monkeypatch.setitem(STUDIES, "continual", changed)  # type: ignore[arg-type]
-    out = data / "run"
-    arguments = ["study", "continual", "--data", str(data), "--out", str(out)]
-    result = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
-    assert result.exit_code == 0, result.stderr
-    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    for benchmark in continual.BENCHMARKS:
-        for method in methods:
-            own = [r for r in records if (r["benchmark"], r["method"]) == (benchmark, method)]
-            search = {r["strength"]: r["accuracy"] for r in own if r["role"] == "search"}
-            seeds = [r for r in own if r["role"] == "seed"]
-            assert [*search] == ([] if method == "none" else [0.1, 1.0])
-            assert [r["seed"] for r in seeds] == [0, 1]
-            assert {r["strength"] for r in seeds} == {max(search, key=lambda s: search[s]) if search else 0.0}
-    assert all(method in result.stdout for method in methods)
-    assert len((out / "continual.csv").read_text().splitlines()) == 1 + len(records)
-    assert (out / "continual.png").read_bytes().startswith(b"\x89PNG")
-    assert kind_of(json.loads((out / "config.json").read_text())) is row.kind
-    again = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
-    assert again.exit_code == 0
-    assert len((out / "metrics.jsonl").read_text().splitlines()) == len(records)
-    continual._load.cache_clear()

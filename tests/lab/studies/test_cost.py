@@ -11,36 +11,24 @@ from pathlib import Path
 
 import pytest
 import torch
-import typer
 from torch.profiler import record_function
-from typer.testing import CliRunner
 
 from hesscale_lab.cli import study
-from hesscale_lab.cli.cost import cost as command
-from hesscale_lab.plots import cost as plot
-from hesscale_lab.studies import cost, optimizer_steps, step_memory
-from hesscale_lab.studies.rounds import Clocks, Watch, interleaved
+from hesscale_lab.studies import cost, cost_steps, cost_timing
+from hesscale_lab.studies.cost_timing import Clocks, DisturbanceMeter, interleaved
 from hesscale_lab.tasks import cost_networks
-from hesscale_lab.tasks.cost_networks import Cell, Problem
+from hesscale_lab.tasks.cost_networks import Problem, Workload
 
-app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
-app.command()(command)
+from ..command import lab
 
 
-def cell(panel: str, layers: int, batch: int = 1, **more: bool) -> Cell:
+def cell(panel: str, layers: int, batch: int = 1, **more: bool) -> Workload:
     make = functools.partial(cost_networks.mlp, 3, *[4] * layers, 2, activation=torch.nn.Tanh)
-    return Cell(panel, f"{layers} {panel}", batch, make, lambda count: torch.randn(count, 3), 2, quick=True, **more)
+    return Workload(panel, f"{layers} {panel}", batch, make, lambda count: torch.randn(count, 3), 2, quick=True, **more)
 
 
 TINY = (cell("layers", 2), cell("layers", 1, headline=True), cell("outputs", 1), cell("networks", 1))
 SMALL = ("--quick", "--rounds", 2)
-
-
-def run(*arguments: object) -> tuple[int, str, str]:
-    result = CliRunner().invoke(app, list(map(str, arguments)), env={"COLUMNS": "120"})
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result.exit_code, result.stdout, result.stderr
 
 
 def records_in(folder: Path) -> list[dict[str, object]]:
@@ -51,22 +39,22 @@ def records_in(folder: Path) -> list[dict[str, object]]:
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cost_networks, "CELLS", TINY)
     monkeypatch.setattr(cost_networks, "WEIGHED", (cell("memory", 1),))
-    monkeypatch.setattr(cost, "_PIECE", 1e-9)
+    monkeypatch.setattr(cost_timing, "_PIECE", 1e-9)
     chosen = ("Adam", "Adam fused", "AdaHesScale", "AdaHessian", "exact GGN")
-    methods = tuple(method for method in optimizer_steps.METHODS if method.name in chosen)
-    monkeypatch.setattr(optimizer_steps, "METHODS", methods)
+    methods = tuple(method for method in cost_steps.METHODS if method.name in chosen)
+    monkeypatch.setattr(cost_steps, "METHODS", methods)
 
 
 @pytest.mark.usefixtures("tiny")
 def test_it_prints_tables_and_writes_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    views = {name: plot._VIEWS[name] for name in ("cost", "cost-relative")}  # drawing takes seconds
-    monkeypatch.setattr(plot, "_VIEWS", views)
-    code, printed, _ = run(*SMALL, "--out", tmp_path)
+    views = {name: cost._VIEWS[name] for name in ("cost", "cost-relative")}  # drawing takes seconds
+    monkeypatch.setattr(cost, "_VIEWS", views)
+    code, printed, _ = lab("cost", *SMALL, "--out", tmp_path)
     assert code == 0
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["command"] == "hesscale cost --rounds 2 --threads 1 --quick"
     records = records_in(tmp_path)
-    assert {record["optimizer"] for record in records} == {method.name for method in optimizer_steps.METHODS}
+    assert {record["optimizer"] for record in records} == {method.name for method in cost_steps.METHODS}
     assert records[0]["cell"] == "1 layers, batch 1"  # those of the headline come first
     units = [record for record in records if record["optimizer"] == "Adam"]
     assert len(units) == len(TINY) + 1
@@ -81,33 +69,33 @@ def test_it_prints_tables_and_writes_a_run(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.usefixtures("tiny")
 def test_parts_and_interrupts_go_on_where_they_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(study, "draw", lambda run, kind, records: None)
-    measure, asked = cost.measure, []
+    monkeypatch.setattr(study, "draw", lambda run, row, records: None)
+    measure, asked = cost.measure_time, []
 
-    def interrupted(cell: Cell, *more: object, **options: object) -> object:
+    def interrupted(cell: Workload, *more: object, **options: object) -> object:
         asked.append(cell.name)
         if len(asked) == 3:
             raise KeyboardInterrupt
         return measure(cell, *more, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(cost, "measure", interrupted)
-    assert run(*SMALL, "--only", "headline", "--out", tmp_path)[0] == 0
+    monkeypatch.setattr(cost, "measure_time", interrupted)
+    assert lab("cost", *SMALL, "--only", "headline", "--out", tmp_path)[0] == 0
     assert asked == ["1 layers, batch 1"]
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["asked"] == ["headline"] and config["command"].endswith(" --quick --only headline")
-    code, _, complaint = run(*SMALL, "--out", tmp_path)
+    code, _, complaint = lab("cost", *SMALL, "--out", tmp_path)
     assert code == 130
     assert "the same command goes on" in complaint
     first = (tmp_path / "metrics.jsonl").read_text()
-    assert run(*SMALL, "--out", tmp_path)[0] == 0
+    assert lab("cost", *SMALL, "--out", tmp_path)[0] == 0
     assert asked[2:] == ["1 outputs, batch 1", "1 outputs, batch 1", "1 networks, batch 1"]
     finished = (tmp_path / "metrics.jsonl").read_text()
     assert finished.startswith(first)
-    assert run(*SMALL, "--out", tmp_path)[0] == 0
+    assert lab("cost", *SMALL, "--out", tmp_path)[0] == 0
     assert (tmp_path / "metrics.jsonl").read_text() == finished
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["asked"] == ["headline", "all"] and config["command"].endswith(" --quick")
-    code, _, complaint = run("--quick", "--rounds", 3, "--out", tmp_path)
+    code, _, complaint = lab("cost", "--quick", "--rounds", 3, "--out", tmp_path)
     assert code == 2
     assert "holds a run with other rounds" in complaint
 
@@ -116,52 +104,27 @@ def test_parts_and_interrupts_go_on_where_they_stopped(tmp_path: Path, monkeypat
 def test_peers_that_are_not_installed_are_left_out_with_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(study, "draw", lambda run, kind, records: None)
-    peer = optimizer_steps.Method("theirs", lambda problem: pytest.fail("used"), package=("not_there", "not-there"))
-    monkeypatch.setattr(optimizer_steps, "METHODS", (*optimizer_steps.METHODS, peer))
-    code, _, complaint = run(*SMALL, "--only", "memory", "--out", tmp_path)
+    monkeypatch.setattr(study, "draw", lambda run, row, records: None)
+    peer = cost_steps.Method("theirs", lambda problem: pytest.fail("used"), package=("not_there", "not-there"))
+    monkeypatch.setattr(cost_steps, "METHODS", (*cost_steps.METHODS, peer))
+    code, _, complaint = lab("cost", *SMALL, "--only", "memory", "--out", tmp_path)
     assert code == 0
     assert complaint.strip() == "hesscale: left out “theirs”: pip install --no-deps not-there"
     assert "theirs" not in json.loads((tmp_path / "config.json").read_text())["optimizers"]
-
-
-@pytest.mark.parametrize("option", ["--rounds", "--threads"])
-def test_a_count_too_low_is_one_line_and_code_2(option: str, tmp_path: Path) -> None:
-    code, _, complaint = run(option, 0, "--out", tmp_path)
-    assert code == 2
-    assert complaint == f"hesscale: {option} must be at least 1, not 0\n"
 
 
 @pytest.mark.usefixtures("tiny")
 def test_one_optimizer_is_measured_beside_the_two_it_is_compared_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(study, "draw", lambda run, kind, records: None)
+    monkeypatch.setattr(study, "draw", lambda run, row, records: None)
     options = ("--only", "headline", "--optimizer", "AdaHesScale", "--out", tmp_path)
-    assert run(*SMALL, *options)[0] == 0
+    assert lab("cost", *SMALL, *options)[0] == 0
     measured = {record["optimizer"] for record in records_in(tmp_path)}
-    assert measured == {optimizer_steps.UNIT, optimizer_steps.HARDEST, "AdaHesScale"}
-    code, _, complaint = run(*SMALL, "--only", "headline", "--out", tmp_path)
+    assert measured == {cost_steps.UNIT, cost_steps.HARDEST, "AdaHesScale"}
+    code, _, complaint = lab("cost", *SMALL, "--only", "headline", "--out", tmp_path)
     assert code != 0  # a folder of some optimizers does not become one of all
     assert "optimizers" in complaint
-
-
-def test_an_unknown_optimizer_is_refused_and_all_are_named(tmp_path: Path) -> None:
-    code, _, complaint = run("--optimizer", "AdaHeScale", "--out", tmp_path / "run")
-    assert code == 2
-    assert complaint.startswith("hesscale: there is no optimizer 'AdaHeScale': choose one of 'SGD', 'Adam', ")
-    assert complaint.count("\n") == 1
-    assert not (tmp_path / "run").exists()
-
-
-def test_an_unknown_part_is_refused() -> None:
-    assert run("--only", "everything")[0] == 2
-
-
-def test_help_shows_an_example() -> None:
-    code, printed, _ = run("--help")
-    assert code == 0
-    assert "hesscale cost --quick" in printed
 
 
 class Machine:
@@ -175,8 +138,8 @@ class Machine:
         self.wall += seconds + waiting
         self.busy += seconds
 
-    def watch(self) -> Watch:
-        return Watch(Clocks(lambda: self.wall, lambda: self.busy, lambda: self.spend(1e-3 * self.slowdown)))
+    def meter(self) -> DisturbanceMeter:
+        return DisturbanceMeter(Clocks(lambda: self.wall, lambda: self.busy, lambda: self.spend(1e-3 * self.slowdown)))
 
 
 def _waiting(machine: Machine) -> Iterator[float]:
@@ -200,7 +163,7 @@ def _slowing(machine: Machine) -> Iterator[float]:
 def test_disturbed_rounds_are_repeated(history: Callable[[Machine], Iterator[float]]) -> None:
     machine = Machine()
     seconds = history(machine)
-    found = interleaved({"piece": lambda: (next(seconds),)}, rounds=3, watch=machine.watch())
+    found = interleaved({"piece": lambda: (next(seconds),)}, rounds=3, meter=machine.meter())
     assert found.times == ({"piece": (1.0,)},) * 3
     assert (found.repeated, found.disturbed) == (2, 0)
 
@@ -214,7 +177,7 @@ def test_where_no_round_is_calm_the_least_disturbed_are_kept() -> None:
         machine.spend(1.0, waiting=wait)
         return (wait,)
 
-    found = interleaved({"piece": piece}, rounds=2, watch=machine.watch())
+    found = interleaved({"piece": piece}, rounds=2, meter=machine.meter())
     assert [times["piece"] for times in found.times] == [(0.1,), (0.2,)]
     assert (found.repeated, found.disturbed) == (2, 2)
 
@@ -227,7 +190,7 @@ def test_rounds_run_every_piece_and_begin_with_another_each_time() -> None:
         machine.spend(1.0)
         return (1.0,)
 
-    interleaved({name: functools.partial(piece, name) for name in "abc"}, rounds=3, watch=machine.watch())
+    interleaved({name: functools.partial(piece, name) for name in "abc"}, rounds=3, meter=machine.meter())
     assert "".join(order) == "abcbcacab"
 
 
@@ -244,21 +207,21 @@ def test_the_growth_exponent_is_that_of_the_data() -> None:
         *line("overhead", lambda n: 1e-3 + 1e-8 * n, sizes),
         *line("few", lambda n: 2.0 * n, sizes[:3]),
     ]
-    found = {growth.optimizer: growth for growth in cost.growth(records)}
-    assert found["linear"].exponent == pytest.approx(1)
-    assert found["square root"].exponent == found["square root"].of_larger_half == pytest.approx(0.5)
-    assert found["overhead"].exponent < 0.8 < 0.9 < (found["overhead"].of_larger_half or 0) < 1
-    assert found["few"].of_larger_half is None
+    found = {name: exponents for (name, _), exponents in cost.growth(records).items()}
+    assert found["linear"][0] == pytest.approx(1)
+    assert found["square root"] == (pytest.approx(0.5), pytest.approx(0.5))
+    assert found["overhead"][0] < 0.8 < 0.9 < (found["overhead"][1] or 0) < 1
+    assert found["few"][1] is None
 
 
 def test_the_headline_is_a_geometric_mean() -> None:
-    common = {"kind": "time", "headline": True, "exact": False, "optimizer": "AdaHesScale every=10"}
+    common = {"kind": "time", "panel": "", "headline": True, "exact": False, "optimizer": "AdaHesScale every=10"}
     records = [
         {**common, "ratio": ratio, "ratio_without_forward": 2.0, "ratio_to_fused": 3.0} for ratio in (0.5, 2.0, 1.0)
     ]
-    (mean,) = cost.headline(records)
-    assert mean.ratio == pytest.approx(1)
-    assert mean.cells == 3
+    (table, *_) = cost.tables({}, records)
+    assert table.title.endswith("geometric means of 3 cells")
+    assert table.rows == (("AdaHesScale every=10", "1.00", "2.00", "3.00"),)
 
 
 def test_the_papers_ratios_are_those_it_published() -> None:
@@ -280,21 +243,21 @@ def test_the_peak_of_memory_is_counted_in_bytes() -> None:
             del kept
             torch.empty(300)
 
-    assert step_memory.peak_bytes(work) == (4 * 1500, 4 * 1000)
+    assert cost_timing.peak_bytes(work) == (4 * 1500, 4 * 1000)
 
 
 # what torch.compile makes is tested with the optimizers, and takes its time
-UNCOMPILED = [m for m in optimizer_steps.METHODS if "fused" not in m.name or m.name == optimizer_steps.HARDEST]
+UNCOMPILED = [m for m in cost_steps.METHODS if "fused" not in m.name or m.name == cost_steps.HARDEST]
 
 
 @pytest.mark.parametrize("method", UNCOMPILED, ids=lambda method: method.name)
-def test_every_optimizer_makes_steps_that_leave_no_gradient(method: optimizer_steps.Method) -> None:
+def test_every_optimizer_makes_steps_that_leave_no_gradient(method: cost_steps.Method) -> None:
     if not method.installed:
         pytest.skip(f"needs {method.package}")
     problem: Problem = TINY[0].problem()
     params = list(problem.network.parameters())
     assert method.fits(problem)
-    with optimizer_steps.known_warnings():
+    with cost_steps.known_warnings():
         step = method.step(problem)
         for _ in range(2):
             step.backward(step.forward())
@@ -307,7 +270,7 @@ def test_every_optimizer_makes_steps_that_leave_no_gradient(method: optimizer_st
 
 def test_a_compiled_step_leaves_no_gradient_either() -> None:
     problem: Problem = TINY[0].problem()
-    step = optimizer_steps._compiled_second_order(problem, backend="eager")
+    step = cost_steps._compiled_second_order(problem, backend="eager")
     params = list(problem.network.parameters())
     for _ in range(2):
         step.backward(step.forward())
@@ -319,52 +282,33 @@ def test_a_compiled_step_leaves_no_gradient_either() -> None:
 
 def test_compiled_passes_are_measured_beside_eager_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     by_eager = {
-        "AdaHesScale compiled": functools.partial(optimizer_steps._compiled_second_order, backend="eager"),
-        "curvature pass compiled": functools.partial(optimizer_steps._curvature_pass, backend="eager"),
+        "AdaHesScale compiled": functools.partial(cost_steps._compiled_second_order, backend="eager"),
+        "curvature pass compiled": functools.partial(cost_steps._curvature_pass, backend="eager"),
     }
     methods = [
         replace(method, step=by_eager.get(method.name, method.step))
-        for method in optimizer_steps.COMPILED
+        for method in cost_steps.COMPILED
         if method.name not in ("Adam compiled", "plain pass compiled")
     ]
-    monkeypatch.setattr("hesscale_lab.cli.cost.COMPILED", methods)
+    monkeypatch.setattr(cost_steps, "COMPILED", methods)
     monkeypatch.setattr(cost_networks, "COMPILED", (TINY[3],))
-    monkeypatch.setattr(cost, "_PIECE", 1e-9)
-    monkeypatch.setattr(study, "draw", lambda run, kind, records: None)
-    code, printed, _ = run(*SMALL, "--compiled", "--out", tmp_path)
+    monkeypatch.setattr(cost_timing, "_PIECE", 1e-9)
+    monkeypatch.setattr(study, "draw", lambda run, row, records: None)
+    code, printed, _ = lab("cost", *SMALL, "--compiled", "--out", tmp_path)
     assert code == 0
     assert {record["optimizer"] for record in records_in(tmp_path)} == {method.name for method in methods}
     assert json.loads((tmp_path / "config.json").read_text())["command"].endswith("--quick --compiled")
     assert "AdaHesScale compiled" in printed
-    code, _, complaint = run("--compiled", "--only", "memory", "--out", tmp_path)
-    assert code == 2
-    assert "leave out" in complaint
 
 
 def test_peers_are_found_by_their_module() -> None:
-    for method in optimizer_steps.METHODS:
+    for method in cost_steps.METHODS:
         if method.package is not None:
             assert method.installed == (importlib.util.find_spec(method.package[0]) is not None)
 
 
 def test_backpack_is_offered_without_the_torch_that_it_would_bring() -> None:
-    absent = [method for method in optimizer_steps.METHODS if method.package is not None]
-    hint = optimizer_steps.left_out([replace(method, package=("not_there", method.package[1])) for method in absent])
+    absent = [method for method in cost_steps.METHODS if method.package is not None]
+    hint = cost_steps.left_out([replace(method, package=("not_there", method.package[1])) for method in absent])
     assert hint is not None
     assert hint.endswith("pip install --no-deps backpack-for-pytorch einops unfoldNd pytorch_optimizer")
-
-
-@pytest.mark.usefixtures("tiny")
-def test_a_damaged_line_is_named_and_the_rest_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(study, "draw", lambda run, kind, records: None)
-    assert run(*SMALL, "--only", "headline", "--out", tmp_path)[0] == 0
-    with (tmp_path / "metrics.jsonl").open("ab") as file:
-        file.write(b'\xff garbage\n{"kind": "time", "cell": "half of a record"}\n')
-    lines = len((tmp_path / "metrics.jsonl").read_bytes().splitlines())
-    code, printed, complaint = run(*SMALL, "--only", "headline", "--out", tmp_path)
-    assert code == 0
-    assert complaint == "".join(
-        f"hesscale: left out line {number} of {tmp_path / 'metrics.jsonl'}: not readable\n"
-        for number in (lines - 1, lines)
-    )
-    assert "AdaHesScale" in printed

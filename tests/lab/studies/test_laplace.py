@@ -1,19 +1,13 @@
 """The study of Laplace posteriors: its metrics against slow definitions, and its command at a tiny size."""
 
 import importlib.util
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from hesscale_lab.cli import app
-from hesscale_lab.report.kinds import kind_of
-from hesscale_lab.report.laplace_tables import laplace_csv, laplace_tables
 from hesscale_lab.studies import laplace
-from hesscale_lab.study_table import STUDIES
+from hesscale_lab.wording import csv_text
 
 
 def draws(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -53,11 +47,11 @@ def record(diagonal: str, seed: int, nll: float) -> dict[str, Any]:
 
 def test_table_and_file() -> None:
     records = [record("MAP", 0, 0.1), record("MAP", 1, 0.3)]
-    assert all(laplace.is_record(one) for one in records)
-    (table,) = laplace_tables({}, records)
+    assert all(laplace.STUDY.checks["laplace"](one) for one in records)
+    (table,) = laplace.tables({}, records)
     assert table.rows == (("MAP", "90.0 ± 0.0", "0.200 ± 0.141", "1.0 ± 0.0", "80.0 ± 0.0", "70.0 ± 0.0"),)
-    assert laplace_csv(records).splitlines()[1].startswith("MAP,,,2,0.9000,0.0000,0.2000,0.1414")
-    assert not [*laplace_tables({}, [])]
+    assert csv_text(laplace.rows(records)).splitlines()[1].startswith("MAP,,,2,0.9000,0.0000,0.2000,0.1414")
+    assert not [*laplace.tables({}, [])]
 
 
 def test_noise_is_images() -> None:
@@ -66,36 +60,6 @@ def test_noise_is_images() -> None:
     assert found.min() == 0
     assert found.max() <= 1
     assert 0.1 < found.mean() < 0.6
-
-
-def test_the_command_measures_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On images that are made up: ten classes of blotches."""
-    generator = torch.Generator().manual_seed(0)
-    kinds = (255 * laplace.blotches(10, generator)).to(torch.uint8)
-
-    def images(count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        labels = torch.randint(10, (count,), generator=generator)
-        return kinds[labels].unsqueeze(1), labels
-
-    made = images(300), images(100)
-    monkeypatch.setattr(laplace, "_load", lambda data: made)
-    sizes = {"trained": 200, "epochs": 2, "curvature": 40, "held_out": 20, "tested": 20}
-    small = {**laplace.settings(quick=True), **sizes, "diagonals": ["HesScaleGN", "GGN"], "seeds": [0, 1]}
-    study = STUDIES["laplace"]
-    monkeypatch.setitem(STUDIES, "laplace", type(study)(**{**vars(study), "settings": lambda quick: small}))  # type: ignore[index]
-    out = tmp_path / "run"
-    arguments = ["study", "laplace", "--quick", "--out", str(out)]
-    first = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
-    assert first.exit_code == 0, first.output
-    lines = (out / "metrics.jsonl").read_text().splitlines()
-    assert len(lines) == 2 * (1 + 2 * 2 * 2)
-    (out / "metrics.jsonl").write_text("\n".join(lines[:9]) + "\n")
-    assert CliRunner().invoke(app, arguments).exit_code == 0
-    assert [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()] == [*map(json.loads, lines)]
-    assert "HesScaleGN, likeliest, linearized" in first.stdout
-    kind = kind_of(json.loads((out / "config.json").read_text()))
-    assert kind is not None
-    assert kind.name == "study laplace"
 
 
 @pytest.mark.filterwarnings("ignore")  # theirs

@@ -1,19 +1,12 @@
 """The study of reinforcement learning: what it counts, its tables and its figure, and that it goes on."""
 
-import json
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from hesscale_lab.cli import app
-from hesscale_lab.plots import step_sizes
-from hesscale_lab.report.kinds import kind_of
-from hesscale_lab.report.reinforcement_tables import reinforcement_csv, reinforcement_tables
 from hesscale_lab.studies import reinforcement
-from hesscale_lab.study_table import STUDIES
+from hesscale_lab.wording import csv_text
 
 
 def record(optimizer: str, curve: list[float | None], **others: Any) -> dict[str, Any]:
@@ -46,27 +39,27 @@ def test_what_counts_as_a_collapse() -> None:
 
 def test_tables_and_file() -> None:
     records = [record("A", UP), record("A", FLAT, lr=1e-2), record("B", DOWN)]
-    summary, grid = reinforcement_tables({"steps": 1000}, records)
+    summary, grid = reinforcement.tables({"steps": 1000}, records)
     assert summary.rows == (
         ("A", "475", "0", "0.001", "1 of 2", "0.50", "0", "0"),
         ("B", "22", "0", "0.001", "0 of 1", "0.00", "100", "0"),
     )
     assert grid.headings == ("optimizer", "0.001", "0.01")
     assert grid.rows == (("A", "475 (0)", "22 (0)"), ("B", "22 (100)", ""))
-    lines = reinforcement_csv(records).splitlines()
+    lines = csv_text(reinforcement.rows(records)).splitlines()
     assert lines[1] == "CartPole,PPO,A,0.001,1,475.0,0.0,1.000,0.00,0.00"
     assert len(lines) == 4
 
 
 def test_the_figure_has_a_panel_for_each_problem() -> None:
     records = [record("Adam", UP), record("AdaHesScale, paper", UP, algorithm="A2C"), record("AdaHesScale", UP)]
-    (drawn,) = step_sizes.figures({}, records)
+    (drawn,) = reinforcement.figures({}, records)
     assert [axes.get_title() for axes in drawn.figure.axes] == ["CartPole, PPO", "CartPole, A2C"]
-    assert not [*step_sizes.figures({}, [])]
+    assert not [*reinforcement.figures({}, [])]
 
 
 def test_records_are_checked() -> None:
-    check = STUDIES["reinforcement"].kind.checks["reinforcement"]
+    check = reinforcement.STUDY.checks["reinforcement"]
     assert check(record("A", UP))
     assert not check(record("A", UP[1:]))
     assert not check(record("A", [math.nan, *UP[1:]]))
@@ -83,25 +76,3 @@ def test_it_covers_what_it_promises() -> None:
         ("CartPole", "A2C", "AdaHesScale", 0),
     ]
     assert max(config["rates"]) / min(config["rates"]) >= 1e3
-
-
-def test_the_command_measures_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    small = {**reinforcement.settings(quick=True), "optimizers": ["Adam", "AdaHesScale"], "seeds": 1, "steps": 1024}
-    study = STUDIES["reinforcement"]
-    monkeypatch.setitem(STUDIES, "reinforcement", type(study)(**{**vars(study), "settings": lambda quick: small}))  # type: ignore[index]
-    out = tmp_path / "run"
-    arguments = ["study", "reinforcement", "--quick", "--out", str(out)]
-    first = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
-    assert first.exit_code == 0, first.output
-    assert "CartPole, PPO: mean return by step size" in first.stdout
-    lines = (out / "metrics.jsonl").read_text().splitlines()
-    assert len(lines) == 2 * 2 * 3
-    (out / "metrics.jsonl").write_text("\n".join(lines[:6]) + "\n")  # as if interrupted after Adam
-    again = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
-    assert again.exit_code == 0
-    assert [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()] == [*map(json.loads, lines)]
-    assert (out / "reinforcement.csv").exists()
-    assert (out / "reinforcement.png").exists()
-    kind = kind_of(json.loads((out / "config.json").read_text()))
-    assert kind is not None
-    assert kind.name == "study reinforcement"

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import hesscale
 from hesscale.columns.dial import Rank
 from hesscale_lab.studies import stacked_mlp as stacked
-from hesscale_lab.studies.approximation_quality import RANKS
+from hesscale_lab.studies.quality_time import RANKS
 from hesscale_lab.tasks.networks import mlp, seeded
 
 TIGHT = {"rtol": 1e-10, "atol": 1e-10}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gzip
 import hashlib
 import os
 import pickle
@@ -15,10 +16,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from hesscale_lab.tasks import download
-from hesscale_lab.tasks.archives import DataError, read_cifar10, read_cifar100, read_mnist, read_pickle
+from hesscale_lab.tasks.archives import DataError, read_cifar10, read_cifar100, read_idx, read_mnist, read_pickle
 from hesscale_lab.tasks.download import ARCHIVES, folder_with, is_there
+from hesscale_lab.tasks.networks import NETWORKS, sources
 
 from ..small_archives import write_cifar, write_mnist
 
@@ -148,3 +151,26 @@ def test_pooch_fetches_and_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         server.shutdown()
     assert is_there(archive, tmp_path / "cache")
     assert not is_there(archive, tmp_path / "other")
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["gz", "plain"])
+def test_the_study_of_quality_draws_pixels_from_minus_1_to_1(packed: bool, tmp_path: Path) -> None:
+    write_mnist(tmp_path, 9)
+    for path in () if packed else [*tmp_path.rglob("*.gz")]:
+        path.with_suffix("").write_bytes(gzip.decompress(path.read_bytes()))
+        path.unlink()
+    training, testing = sources(NETWORKS["mnist-tanh"], tmp_path)
+    (images, labels), (x, y) = read_mnist(tmp_path, train=True), training(200, torch.Generator().manual_seed(0))
+    assert x.shape == (200, 784) and set(y.tolist()) == set(range(9))
+    first = int(y[0])
+    assert labels[first] == first and torch.equal(x[0], images[first].flatten().double() / 127.5 - 1)
+    assert not torch.equal(testing(200, torch.Generator().manual_seed(0))[0], x)
+
+
+def test_files_that_are_no_idx_files_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    bad = {b"\0\0\0\1abc": "no IDX file", b"\0\0\x08\1\0\0\0\x09abc": "cut short"}
+    for content, complaint in bad.items():
+        path.write_bytes(content)
+        with pytest.raises(DataError, match=complaint):
+            read_idx(path)

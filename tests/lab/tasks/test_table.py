@@ -12,9 +12,9 @@ from torch.nn import functional as F
 
 import hesscale
 from hesscale_lab.batches import generator_for, load
-from hesscale_lab.tasks import augmentation
-from hesscale_lab.tasks.augmentation import augment, crop_and_flip, jitter
+from hesscale_lab.tasks import images as augmentation
 from hesscale_lab.tasks.classifiers import Dropout
+from hesscale_lab.tasks.images import augment, crop_and_flip, jitter
 from hesscale_lab.tasks.table import TASKS, task_named
 
 from ..small_archives import write_cifar

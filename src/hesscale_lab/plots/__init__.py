@@ -1,1 +1,0 @@
-"""One file per figure. A plot reads finished results; it never computes an estimate or trains a network."""
