@@ -270,7 +270,7 @@ def test_every_optimizer_makes_steps_that_leave_no_gradient(method: cost_steps.M
 
 def test_a_compiled_step_leaves_no_gradient_either() -> None:
     problem: Problem = TINY[0].problem()
-    step = cost_steps._compiled_second_order(problem, backend="eager")
+    step = cost_steps._compiled_second_order(problem, pieces="eager")
     params = list(problem.network.parameters())
     for _ in range(2):
         step.backward(step.forward())
@@ -282,8 +282,9 @@ def test_a_compiled_step_leaves_no_gradient_either() -> None:
 
 def test_compiled_passes_are_measured_beside_eager_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     by_eager = {
-        "AdaHesScale compiled": functools.partial(cost_steps._compiled_second_order, backend="eager"),
-        "curvature pass compiled": functools.partial(cost_steps._curvature_pass, backend="eager"),
+        "AdaHesScale compiled": functools.partial(cost_steps._compiled_second_order, pieces="eager"),
+        "plain pass of a region": functools.partial(cost_steps._pass, backend="hesscale", pieces="eager"),
+        "curvature pass compiled": functools.partial(cost_steps._curvature_pass, backend="hesscale", pieces="eager"),
     }
     methods = [
         replace(method, step=by_eager.get(method.name, method.step))
