@@ -151,48 +151,34 @@ def _pytorch_optimizer_adahessian(problem: Problem) -> Step:
     return Step(_twice_differentiable(problem), backward, optimizer.step, optimizer.zero_grad)
 
 
-def _compiled_loss(problem: Problem) -> Callable[[], Tensor]:
+def _compiled_loss(problem: Problem, backend: str, **options: Any) -> Callable[[], Tensor]:
     """Network and loss, compiled by torch.compile for this problem alone.
 
     The code object is a copy: by code objects torch.compile counts what it has compiled before, gives up after eight
     times, and makes sizes dynamic that have changed.
     """
     loss = FunctionType(Problem.loss.__code__.replace(), Problem.loss.__globals__)
-    return functools.partial(torch.compile(loss, dynamic=False), problem)
+    return functools.partial(torch.compile(loss, dynamic=False, backend=backend, **options), problem)
 
 
 def _compiled_first_order(problem: Problem) -> Step:
     """Adam on a network and a loss that torch.compile has compiled."""
     optimizer = torch.optim.Adam(problem.network.parameters(), lr=STEP_SIZE)
-    return Step(_compiled_loss(problem), Tensor.backward, optimizer.step, optimizer.zero_grad)
+    return Step(_compiled_loss(problem, "inductor"), Tensor.backward, optimizer.step, optimizer.zero_grad)
 
 
-def _compiled_second_order(problem: Problem, backend: str = "inductor") -> Step:
-    """``optimizer.compile``: forward and backward are one, and count as backward."""
+def _compiled_second_order(problem: Problem, **options: Any) -> Step:
+    """AdaHesScale on a network and a loss that torch.compile has compiled for curvature passes."""
     optimizer = hesscale.AdaHesScale(problem.network.parameters(), lr=STEP_SIZE)
-    return _one_graph(problem, optimizer.compile(_loss, problem.network, backend=backend), optimizer.step)
+    forward = _compiled_loss(problem, "hesscale", **options)
+    return Step(forward, optimizer.backward, optimizer.step, optimizer.zero_grad)
 
 
-def _pass(problem: Problem, backend: str = "") -> Step:
-    """Forward and backward, without an optimizer."""
-    forward = _compiled_loss(problem) if backend else problem.loss
-    return Step(forward, Tensor.backward, lambda: None, problem.network.zero_grad)
-
-
-def _curvature_pass(problem: Problem, backend: str = "") -> Step:
-    """Forward, backward and curvature, without an optimizer."""
-    if backend:
-        return _one_graph(problem, hesscale.compile(_loss, problem.network, backend=backend), lambda: None)
-    return Step(problem.loss, hesscale.backward, lambda: None, problem.network.zero_grad)
-
-
-def _one_graph(problem: Problem, step: Callable[..., Any], update: Callable[[], Any]) -> Step:
-    nothing = torch.zeros(())
-    return Step(lambda: nothing, lambda loss: step(problem.inputs, problem.targets), update, problem.network.zero_grad)
-
-
-def _loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(model(inputs), targets)
+def _pass(problem: Problem, *, curvature: bool = False, backend: str = "", **options: Any) -> Step:
+    """Forward and backward, perhaps with curvature, without an optimizer."""
+    forward = _compiled_loss(problem, backend, **options) if backend else problem.loss
+    backward = hesscale.backward if curvature else Tensor.backward
+    return Step(forward, backward, lambda: None, problem.network.zero_grad)
 
 
 def _row(name: str, make: Callable[..., Step], kind: Callable[..., Any], *, period: int = 1, **options: Any) -> Method:
@@ -233,8 +219,8 @@ COMPILED: tuple[Method, ...] = (
     Method("AdaHesScale compiled", _compiled_second_order),
     Method("plain pass", _pass),
     Method("plain pass compiled", functools.partial(_pass, backend="inductor")),
-    Method("curvature pass", _curvature_pass),
-    Method("curvature pass compiled", functools.partial(_curvature_pass, backend="inductor")),
+    Method("curvature pass", functools.partial(_pass, curvature=True)),
+    Method("curvature pass compiled", functools.partial(_pass, curvature=True, backend="hesscale")),
 )
 """What ``--compiled`` compares."""
 

@@ -29,6 +29,7 @@ def cell(panel: str, layers: int, batch: int = 1, **more: bool) -> Workload:
 
 TINY = (cell("layers", 2), cell("layers", 1, headline=True), cell("outputs", 1), cell("networks", 1))
 SMALL = ("--quick", "--rounds", 2)
+AOT_EAGER = {"backend": "aot_eager"}  # compiles nothing
 
 
 def records_in(folder: Path) -> list[dict[str, object]]:
@@ -270,7 +271,7 @@ def test_every_optimizer_makes_steps_that_leave_no_gradient(method: cost_steps.M
 
 def test_a_compiled_step_leaves_no_gradient_either() -> None:
     problem: Problem = TINY[0].problem()
-    step = cost_steps._compiled_second_order(problem, backend="eager")
+    step = cost_steps._compiled_second_order(problem, options=AOT_EAGER)
     params = list(problem.network.parameters())
     for _ in range(2):
         step.backward(step.forward())
@@ -282,8 +283,10 @@ def test_a_compiled_step_leaves_no_gradient_either() -> None:
 
 def test_compiled_passes_are_measured_beside_eager_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     by_eager = {
-        "AdaHesScale compiled": functools.partial(cost_steps._compiled_second_order, backend="eager"),
-        "curvature pass compiled": functools.partial(cost_steps._curvature_pass, backend="eager"),
+        "AdaHesScale compiled": functools.partial(cost_steps._compiled_second_order, options=AOT_EAGER),
+        "curvature pass compiled": functools.partial(
+            cost_steps._pass, curvature=True, backend="hesscale", options=AOT_EAGER
+        ),
     }
     methods = [
         replace(method, step=by_eager.get(method.name, method.step))
