@@ -29,6 +29,7 @@ def cell(panel: str, layers: int, batch: int = 1, **more: bool) -> Workload:
 
 TINY = (cell("layers", 2), cell("layers", 1, headline=True), cell("outputs", 1), cell("networks", 1))
 SMALL = ("--quick", "--rounds", 2)
+AOT_EAGER = {"backend": "aot_eager"}  # compiles nothing
 
 
 def records_in(folder: Path) -> list[dict[str, object]]:
