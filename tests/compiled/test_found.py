@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -14,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hesscale
 
-from .networks import compiled
+from .networks import compiled, small, vectors
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning"),
@@ -96,3 +97,58 @@ def test_gradients_that_are_differentiated_although_what_was_given_is_constant()
     (grad,) = torch.autograd.grad(loss, v, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         (v.sum() + grad.square().sum()).backward()
+
+
+def test_two_threads_compile() -> None:
+    models: list[Any] = [small(), small()]
+    errors = []
+    x, y = vectors(6)
+
+    def train(model: Any) -> None:
+        try:
+            hesscale.backward(F.cross_entropy(model(x), y))
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=train, args=(compiled(model),)) for model in models]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(p.curvature, q.curvature)
+
+
+def read_and_overwritten(v: Tensor, w: Tensor, old: Tensor) -> Tensor:
+    factor = old.exp()
+    old.mul_(1.5)
+    return (v * factor).sin().sum() + (w * old).exp().sum()
+
+
+def test_inputs_that_are_read_and_written_to() -> None:
+    """Twice: what is written by one call goes into the next."""
+
+    def make(wrap: Callable[..., Callable[..., Tensor]]) -> tuple[Tensor, list[Tensor]]:
+        v, w, old = leaf(9), leaf(9, seed=1), leaf(9, seed=2).detach()
+        run = wrap(read_and_overwritten)
+        hesscale.backward(run(v, w, old))
+        return run(v, w, old) + old.sum(), [v, w]
+
+    agree(make)
+
+
+def test_parameters_that_are_written_to() -> None:
+    def make(wrap: Callable[..., Callable[..., Tensor]]) -> tuple[Tensor, list[Tensor]]:
+        v, w = leaf(9), leaf(9, seed=1)
+
+        def loss_fn(v: Tensor, w: Tensor) -> Tensor:
+            with torch.no_grad():
+                v.clamp_(-0.5, 0.5)
+            return (v * w).sin().sum()
+
+        run = wrap(loss_fn)
+        hesscale.backward(run(v, w))
+        return run(v, w), [v, w]
+
+    agree(make)

@@ -54,6 +54,7 @@ class Pieces:
         forward, self._plain = partitioned(self._joint(self.all), self.count)
         self._keep_more(forward)
         kept = forward.graph.output_node().args[0][self.count :]
+        self.overwritten: Final = [index for index, node in enumerate(kept) if self._is_gone(node)]
         self._names: Final = [node.name for node in kept]
         self._kept: Final = {name: index for index, node in enumerate(kept) if (name := label(node)) is not None}
         visible = None if capture.is_symbolic else self.count

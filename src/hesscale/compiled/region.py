@@ -21,6 +21,7 @@ from ..rules.table import RULES
 from ..wiring import Wiring, wire
 from .capture import Capture, Request, order_of
 from .pieces import Backend, Code, Pieces
+from .torch_compiler import one_at_a_time
 
 Maybe = Tensor | None
 
@@ -49,15 +50,18 @@ class Region:
         results = self._function.apply(*inputs)
         returned = self.capture.returned
         for index, new in zip((*self.capture.written, *self.pieces.updated), results[returned:], strict=True):
-            with torch.set_grad_enabled(new.requires_grad):
-                inputs[index].copy_(new)
+            old = inputs[index]
+            with torch.set_grad_enabled(new.requires_grad and not (old.is_leaf and old.requires_grad)):
+                old.copy_(new)
         return tuple(results[:returned])
 
     def forward(self, ctx: Any, inputs: Sequence[Any]) -> tuple[Any, ...]:
         """Outputs and new values of what is written to; what backward passes need is left in ``ctx``."""
         ctx.set_materialize_grads(False)
         results = self.pieces.forward(*inputs)
-        outputs, kept = results[: self.pieces.count], results[self.pieces.count :]
+        outputs, kept = results[: self.pieces.count], [*results[self.pieces.count :]]
+        for index in self.pieces.overwritten:  # an input, which is overwritten as soon as all outputs are there
+            kept[index] = kept[index].clone()
         tensors = [value for value in kept if isinstance(value, Tensor)]
         ctx.save_for_backward(*tensors)
         ctx.others = [None if isinstance(value, Tensor) else value for value in kept]
@@ -94,7 +98,8 @@ class Region:
     def _run(self, request: Request, ctx: Any, seeds: Sequence[Maybe]) -> Sequence[Maybe]:
         code = self._codes.get(request)
         if code is None:
-            code = self._codes[request] = self.pieces.backward(request)
+            with one_at_a_time():
+                code = self._codes[request] = self.pieces.backward(request)
         tensors = iter(ctx.saved_tensors)
         kept = [next(tensors) if value is None else value for value in ctx.others]
         again = [ctx.inputs[index] for index in code.inputs]
