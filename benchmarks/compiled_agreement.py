@@ -1,4 +1,4 @@
-"""Whether passes through compiled regions give the numbers of eager ones: every rule's cases, and Hugging Face's models.
+"""Whether passes through compiled regions give the numbers of eager ones: cases of every rule, Hugging Face's models.
 
 Writes one line of JSON for each case and precision as soon as it is known, goes on where it was interrupted, and ends
 with the table of docs/compile.md. Models are compiled as they are, the others with their loss. Cases of rules are

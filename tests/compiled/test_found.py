@@ -35,10 +35,10 @@ def leaf(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_()
 
 
-def agree(make: Callable[[Callable[..., object]], tuple[Tensor, list[Tensor]]]) -> None:
+def agree(make: Callable[[Callable[..., Any]], tuple[Tensor, list[Tensor]]], backend: str = "aot_eager") -> None:
     """``make(compiled)`` and ``make`` of the functions themselves: loss, gradients and curvature of the leaves."""
     results = []
-    for wrap in (compiled, lambda function: function):
+    for wrap in (partial(compiled, backend=backend), lambda function: function):
         torch.manual_seed(0)
         loss, leaves = make(wrap)
         hesscale.backward(loss)
@@ -152,3 +152,32 @@ def test_parameters_that_are_written_to() -> None:
         return run(v, w), [v, w]
 
     agree(make)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("which", ["view of an input", "view of an output", "output that has a view"])
+def test_outputs_that_share_memory_and_are_written_to_later(which: str, backend: str) -> None:
+    def make(wrap: Callable[..., Callable[..., Any]]) -> tuple[Tensor, list[Tensor]]:
+        v = leaf(3, 4)
+
+        def function(h: Tensor) -> tuple[Tensor, ...]:
+            out = h * 3
+            return h[:2], out, out.t()
+
+        x = v * 2
+        part, out, turned = wrap(function)(x)
+        {"view of an input": part, "view of an output": turned, "output that has a view": out}[which].mul_(3)
+        return part.sum() + x.pow(3).sum() + turned.sin().sum() + (out * out).sum(), [v]
+
+    agree(make, backend)
+
+
+def test_memory_that_is_shared_in_a_later_call() -> None:
+    def function(v: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        x.mul_(2)
+        return (v * y).sum()
+
+    run, v, x = compiled(function), leaf(3), leaf(3, seed=1).detach()
+    run(v, x, leaf(3, seed=2).detach())
+    with pytest.raises(RuntimeError, match="shares its memory"):
+        run(v, x, x[:])

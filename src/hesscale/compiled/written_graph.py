@@ -24,7 +24,9 @@ class ForwardRun(fx.Interpreter):
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """One operation."""
-        if target is _CHECKPOINT:  # what to compute again is the partitioner's choice, and random numbers are none of it
+        if (
+            target is _CHECKPOINT
+        ):  # what to compute again is the partitioner's choice, and random numbers are none of it
             module, *inputs = args
             return ForwardRun(module).run(*inputs)
         with as_one_node() if target is torch.nn.functional.interpolate else nullcontext():
