@@ -59,7 +59,7 @@ class Capture:
         first = len(self.tracer.graph.nodes)
         with without_values(self.fake_mode):
             self.written: Final = written_inputs(module, self.inputs)
-        _refuse_shared([self.inputs[index] for index in self.written], self.inputs)
+        refuse_shared([self.inputs[index] for index in self.written], self.inputs)
         with self._writing(), torch.enable_grad():
             values = [value.clone() if index in self.written else value for index, value in enumerate(self.inputs)]
             returned = ForwardRun(module, is_symbolic=self.is_symbolic).run(*values)
@@ -137,7 +137,8 @@ def order_of(tensor: Tensor) -> tuple[int, ...]:
     return tuple(sorted(range(tensor.dim()), key=tensor.stride().__getitem__, reverse=True))
 
 
-def _refuse_shared(written: Sequence[Tensor], inputs: Sequence[Any]) -> None:
+def refuse_shared(written: Sequence[Tensor], inputs: Sequence[Any]) -> None:
+    """Raises if one of the inputs that are written to has its memory in common with another."""
     memory = Counter(storage_id(value) for value in inputs if isinstance(value, Tensor))
     if any(memory[storage_id(value)] > 1 for value in written):
         raise RuntimeError(_SHARED)

@@ -13,14 +13,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..graph import Graph, Row, edge_of
+from ..graph import Graph, Row, edge_of, storage_id
 from ..plan import behind_nonlinear, look_up
 from ..rules.fallback import ByAutograd
 from ..rules.families import Composite, Curvatures, Inner
 from ..rules.table import RULES
 from ..wiring import Wiring, wire
-from .capture import Capture, Request, order_of
+from .capture import Capture, Request, order_of, refuse_shared
 from .pieces import Backend, Code, Pieces
+from .torch_compiler import one_at_a_time
 
 Maybe = Tensor | None
 
@@ -41,18 +42,27 @@ class Region:
         self.leaves: Final = [index for index, value in enumerate(capture.inputs) if id(value) in leaves]
         self.edges: Final = [index for index, value in enumerate(capture.inputs) if isinstance(value, Tensor)]
         self.orders: Final = [order_of(out) for out in capture.tops]
+        self.views: Final = _views(capture.inputs, capture.outputs[: capture.returned])
         self._codes: Final[dict[Request, Code]] = {}
         self._function = _function_of(self)
 
     def __call__(self, *inputs: Any) -> tuple[Any, ...]:
         """What the graph returns."""
+        if self.capture.written:
+            refuse_shared([inputs[index] for index in self.capture.written], inputs)
         written = (*self.capture.written, *self.pieces.updated)  # backward passes may need what they were
         given = [value.clone() if index in written else value for index, value in enumerate(inputs)]
         results, returned = self._function.apply(*given), self.capture.returned
         for index, new in zip(written, results[returned:], strict=True):
-            with torch.set_grad_enabled(new.requires_grad):
-                inputs[index].copy_(new)
-        return tuple(results[:returned])
+            old = inputs[index]
+            with torch.set_grad_enabled(new.requires_grad and not (old.is_leaf and old.requires_grad)):
+                old.copy_(new)
+        values = [*inputs, *results]
+        for place, base in self.views:  # autograd has to know it, in case that one of the two is written to
+            view, whole = values[place], values[base]
+            if storage_id(view) == storage_id(whole):
+                values[place] = whole.as_strided(view.shape, view.stride(), view.storage_offset())
+        return tuple(values[len(inputs) : len(inputs) + returned])
 
     def forward(self, ctx: Any, inputs: Sequence[Any]) -> tuple[Any, ...]:
         """Outputs and new values of what is written to; what backward passes need is left in ``ctx``."""
@@ -95,7 +105,8 @@ class Region:
     def _run(self, request: Request, ctx: Any, seeds: Sequence[Maybe]) -> Sequence[Maybe]:
         code = self._codes.get(request)
         if code is None:
-            code = self._codes[request] = self.pieces.backward(request)
+            with one_at_a_time():
+                code = self._codes[request] = self.pieces.backward(request)
         tensors = iter(ctx.saved_tensors)
         kept = [next(tensors) if value is None else value for value in ctx.others]
         again = [ctx.inputs[index] for index in code.inputs]
@@ -120,6 +131,17 @@ class Region:
         for index, value in zip(self.leaves, found, strict=True):
             results[index] = value
         return tuple(results)
+
+
+def _views(inputs: Sequence[Any], outputs: Sequence[Any]) -> list[tuple[int, int]]:
+    """Which outputs share the memory of which input, or of which output that has all of it; places among both."""
+    values = [value if isinstance(value, Tensor) and value.requires_grad else None for value in (*inputs, *outputs)]
+    bases: dict[int, int] = {}
+    for place, value in enumerate(values):
+        if value is not None and (place < len(inputs) or value.nbytes == value.untyped_storage().nbytes()):
+            bases.setdefault(storage_id(value), place)
+    shared = [(place, bases.get(storage_id(value), place)) for place, value in enumerate(values) if value is not None]
+    return [(place, base) for place, base in shared if place >= len(inputs) and place != base]
 
 
 def laid_out(tensor: Tensor, order: Sequence[int]) -> Tensor:

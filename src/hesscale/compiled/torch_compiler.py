@@ -48,6 +48,13 @@ def fake_value(fake_mode: Any, value: Any) -> Any:
     return value
 
 
+def one_at_a_time() -> AbstractContextManager[Any]:
+    """Torch compiles in one thread at a time: tracing sets marks that all threads see."""
+    from torch._dynamo.convert_frame import compile_lock
+
+    return compile_lock
+
+
 def new_tracer() -> Any:
     """What notes operations, and knows which node of its graph each tensor came from."""
     tracer: Any = proxy_tensor.PythonKeyTracer()

@@ -28,9 +28,7 @@ class ForwardRun(fx.Interpreter):
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """One operation."""
-        if (
-            target is _CHECKPOINT
-        ):  # what to compute again is the partitioner's choice, and random numbers are none of it
+        if target is _CHECKPOINT:  # what is computed again is the partitioner's choice, and never random numbers
             module, *inputs = args
             return ForwardRun(module, is_symbolic=self._is_symbolic).run(*inputs)
         is_apart = self._is_symbolic and target is torch.nn.functional.interpolate
