@@ -1,5 +1,9 @@
-"""The Hugging Face Trainer: the optimizer is handed over ready-made, and armed while the trainer runs."""
+"""The Hugging Face Trainer: the optimizer is handed over ready-made, and armed while the trainer runs.
 
+``python hugging_face_trainer.py inductor`` (or ``aot_eager``, without a C++ compiler) compiles the model.
+"""
+
+import sys
 import tempfile
 
 import torch
@@ -28,6 +32,8 @@ config = BertConfig(
     vocab_size=3, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, num_labels=2
 )
 model = BertForSequenceClassification(config)
+if len(sys.argv) > 1:
+    model.compile(backend="hesscale", options={"backend": sys.argv[1]})
 optimizer = hesscale.AdaHesScaleGN(model.parameters(), lr=1e-3)
 
 with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,9 @@
-"""Lightning: it calls backward itself, so ``training_step`` hands it a loss that the optimizer is attached to."""
+"""Lightning: it calls backward itself, so ``training_step`` hands it a loss that the optimizer is attached to.
+
+``python lightning_trainer.py inductor`` (or ``aot_eager``, without a C++ compiler) compiles the network.
+"""
+
+import sys
 
 import lightning
 import torch
@@ -31,6 +36,8 @@ lightning.seed_everything(0, verbose=False)
 x = torch.randn(512, 8)
 y = x[:, :4].argmax(1)
 model = Classifier()
+if len(sys.argv) > 1:
+    model.network.compile(backend="hesscale", options={"backend": sys.argv[1]})
 trainer = lightning.Trainer(
     max_epochs=15,
     accelerator="cpu",

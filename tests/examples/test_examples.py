@@ -19,6 +19,7 @@ FRAMEWORKS = {
 }
 LAUNCHED = ("several_processes",)
 COMPILED = ("compiled_loop",)
+COMPILABLE = ("lightning_trainer", "hugging_face_trainer")
 PLAYED = {"a2c": "20", "ppo": "2"}
 """On environments of gymnasium, for so many rounds of play."""
 
@@ -49,12 +50,14 @@ def test_compiled_without_a_compiler(name: str) -> None:
     assert_learned(run(str(EXAMPLES / f"{name}.py"), "aot_eager"))
 
 
-@pytest.mark.parametrize("name", FRAMEWORKS)
-def test_with_a_framework(name: str) -> None:
+@pytest.mark.parametrize(
+    "name, backend", [*((name, "") for name in FRAMEWORKS), *((n, "aot_eager") for n in COMPILABLE)]
+)
+def test_with_a_framework(name: str, backend: str) -> None:
     missing = [module for module in FRAMEWORKS[name] if importlib.util.find_spec(module) is None]
     if missing:
         pytest.skip(f"{', '.join(missing)} not installed: pip install 'hesscale[examples]'")
-    assert_learned(run(str(EXAMPLES / f"{name}.py")))
+    assert_learned(run(str(EXAMPLES / f"{name}.py"), *([backend] if backend else [])))
 
 
 @pytest.mark.parametrize("name", PLAYED)
