@@ -123,7 +123,7 @@ def functional(
     if backend == "inductor":
         from torch._inductor import compile_fx  # its decompositions do not import all that they need
 
-        table = compile_fx.select_decomp_table()
+        table = {**compile_fx.select_decomp_table(), torch.ops.aten.bernoulli.p: _bernoulli}
 
     def joint(primals: Any, tangents: Any) -> Any:  # partitioners know inputs by these names
         return run(primals, tangents)
@@ -141,6 +141,11 @@ def functional(
         module = proxy_tensor.make_fx(traced, decomposition_table=dict(table))(list(primals), list(tangents))
     module.graph = fx_graph_cse(module.graph)
     return module
+
+
+def _bernoulli(like: Tensor, p: float = 0.5, *, generator: Any = None) -> Tensor:
+    """As dropout draws it. On CPUs Inductor writes into memory, which its loops may have read before (torch 2.13)."""
+    return (torch.rand_like(like, dtype=torch.float32) < p).to(like.dtype)
 
 
 def label_so_far() -> None:
