@@ -37,7 +37,7 @@ x = torch.randn(512, 8)
 y = x[:, :4].argmax(1)
 model = Classifier()
 if len(sys.argv) > 1:
-    model.network.compile(backend="hesscale", options={"backend": sys.argv[1]})
+    model.network = torch.compile(model.network, backend="hesscale", options={"backend": sys.argv[1]})
 trainer = lightning.Trainer(
     max_epochs=15,
     accelerator="cpu",

@@ -60,6 +60,14 @@ def test_with_a_framework(name: str, backend: str) -> None:
     assert_learned(run(str(EXAMPLES / f"{name}.py"), *([backend] if backend else [])))
 
 
+@pytest.mark.parametrize("name", [*COMPILED, *COMPILABLE])
+def test_that_they_do_compile(name: str) -> None:
+    if any(importlib.util.find_spec(module) is None for module in FRAMEWORKS.get(name, ())):
+        pytest.skip("not installed: pip install 'hesscale[examples]'")
+    with pytest.raises(AssertionError, match="no_such_backend"):
+        run(str(EXAMPLES / f"{name}.py"), "no_such_backend")
+
+
 @pytest.mark.parametrize("name", PLAYED)
 def test_that_play(name: str) -> None:
     if importlib.util.find_spec("gymnasium") is None:

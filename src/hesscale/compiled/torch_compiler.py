@@ -3,7 +3,7 @@
 Names that torch does not document: ``fx.experimental.proxy_tensor`` (compiled autograd writes graphs with it, too),
 ``min_cut_rematerialization_partition`` and ``fx_graph_cse`` (by which AOTAutograd splits a graph), ``_guards`` and
 ``FakeTensor`` (tensors without values), ``_inductor.compile_fx`` and ``virtualized``, ``_dynamo.lookup_backend``,
-mkldnn's switch and ``_DisablePythonDispatcher``.
+Dynamo's counters, mkldnn's switch and ``_DisablePythonDispatcher``.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo.utils import counters
 from torch._functorch.compile_utils import fx_graph_cse
 from torch._functorch.partitioners import get_default_op_list, min_cut_rematerialization_partition
 from torch._guards import TracingContext, tracing
@@ -207,7 +208,8 @@ def lowered(
     Only the first ``visible`` results have to keep their layout (all if None); ``options`` are Inductor's.
     """
     values = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
-    with tracing(TracingContext(fake_mode)):
+    # where AOTAutograd has counted one more, Dynamo's optimizer for DDP looks in its own context for what it has left
+    with tracing(TracingContext(fake_mode)), patch.dict(counters["aot_autograd"]):
         if backend != "inductor":
             return compiled_by(backend, module, values, options), []
         with TracingContext.report_output_strides() as strides:
