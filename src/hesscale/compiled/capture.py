@@ -70,11 +70,12 @@ class Capture:
         self.tops: Final = [out for out in self.outputs if isinstance(out, Tensor) and out.requires_grad]
 
     def _input(self, value: Any) -> Any:
-        """A fresh leaf in place of a tensor; a symbol as it is."""
-        like, value = value, fake_value(self.fake_mode, value)
-        if isinstance(value, Tensor):
+        """Without values: a fresh leaf in place of a tensor that requires grad; a symbol as it is."""
+        is_leaf = isinstance(value, Tensor) and value.requires_grad
+        value = fake_value(self.fake_mode, value)
+        if is_leaf:
             with self.fake_mode:
-                value = value.detach().requires_grad_(like.requires_grad)
+                value = value.detach().requires_grad_()
         placeholder(self.tracer, value)
         return value
 

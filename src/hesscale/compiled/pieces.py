@@ -142,7 +142,8 @@ class Pieces:
             results = JointRun(raw, last, label_so_far).run(*inputs, *tangents)
             return [*results[:outputs], *(inputs[index] for index in self.updated), *results[outputs:]]
 
-        inputs = [value.detach() if isinstance(value, Tensor) else value for value in capture.inputs]
+        # numbers of Python's that Dynamo has made tensors of are known by these, and not by another view of them
+        inputs = [v.detach() if isinstance(v, Tensor) and v.requires_grad else v for v in capture.inputs]
         seeds = [node.meta["val"] for node in backward.given]
         return functional(run, capture.fake_mode, inputs, seeds, self._backend.name)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -138,7 +139,9 @@ def _views(inputs: Sequence[Any], outputs: Sequence[Any]) -> list[tuple[int, int
     values = [value if isinstance(value, Tensor) and value.requires_grad else None for value in (*inputs, *outputs)]
     bases: dict[int, int] = {}
     for place, value in enumerate(values):
-        if value is not None and (place < len(inputs) or value.nbytes == value.untyped_storage().nbytes()):
+        if value is not None and (
+            place < len(inputs) or math.prod(value.shape) * value.itemsize == value.untyped_storage().nbytes()
+        ):
             bases.setdefault(storage_id(value), place)
     shared = [(place, bases.get(storage_id(value), place)) for place, value in enumerate(values) if value is not None]
     return [(place, base) for place, base in shared if place >= len(inputs) and place != base]

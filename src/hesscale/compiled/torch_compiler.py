@@ -43,10 +43,12 @@ def running_fake_mode() -> Any:
 
 
 def fake_value(fake_mode: Any, value: Any) -> Any:
-    """The same without values, where it is a tensor that has some."""
-    if isinstance(value, Tensor) and not isinstance(value, FakeTensor):
-        return fake_mode.from_tensor(value)
-    return value
+    """The same without values, where it is a tensor; with those symbols for sizes that Dynamo has chosen."""
+    if not isinstance(value, Tensor) or (isinstance(value, FakeTensor) and value.fake_mode is fake_mode):
+        return value
+    context: Any = TracingContext.get().tensor_to_context.get(value)
+    source = None if context is None else context.tensor_source
+    return fake_mode.from_tensor(value, symbolic_context=context, source=source)
 
 
 def one_at_a_time() -> AbstractContextManager[Any]:
