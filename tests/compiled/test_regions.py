@@ -104,7 +104,7 @@ def test_a_compiled_layer_in_an_eager_model() -> None:
     twin, (x, y) = small(), vectors(6)
     twin[1] = nn.Sequential(nn.Tanh(), nn.Linear(5, 5), nn.GELU()).double()
     twin.load_state_dict(model.state_dict())
-    model[1].compile(backend="hesscale", options={"backend": "aot_eager"})  # type: ignore[operator]
+    model[1] = compiled(model[1])
     for net in (model, twin):
         hesscale.backward(cross_entropy(net, x, y))
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
@@ -138,6 +138,30 @@ def test_output_inside_of_a_region_and_before_it(where: str) -> None:
 def test_rank_where_the_region_holds_the_loss(name: str, rank: Any) -> None:
     make, batch, loss_fn = NETWORKS[name]
     compare(make(), batch(6), loss_fn=loss_fn, whole=True, rank=rank)
+
+
+def test_rank_needs_sizes_that_are_known() -> None:
+    model = small()
+    loss = compiled(cross_entropy, dynamic=True)(model, *vectors(6))
+    with pytest.raises(ValueError, match="dynamic=False"):
+        hesscale.backward(loss, rank=1)
+
+
+def test_a_backward_that_takes_a_size_for_granted_is_refused_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hesscale.compiled.pieces import Pieces
+
+    lowered = Pieces._lowered
+
+    def specialized(pieces: Any, *args: Any) -> Any:
+        assert any(size == 6 for size in pieces._capture.inputs if isinstance(size, torch.SymInt))
+        return lowered(pieces, *args)
+
+    monkeypatch.setattr(Pieces, "_lowered", specialized)
+    model = small()
+    ours = compiled(model, dynamic=True)
+    hesscale.backward(cross_entropy(ours, *vectors(6)))
+    with pytest.raises(RuntimeError, match="compiled for sizes of which"):
+        hesscale.backward(cross_entropy(ours, *vectors(5)))
 
 
 def test_rank_of_a_loss_outside_is_refused() -> None:

@@ -23,6 +23,10 @@ from .written_graph import ForwardRun, written_inputs
 
 Maybe = Tensor | None
 
+_RANK_OF_SYMBOLS = (
+    "rank= needs sizes that are known, and this region was compiled with symbols for them: pass dynamic=False to "
+    "torch.compile"
+)
 _SHARED = (
     "a compiled region writes to a tensor that shares its memory with another tensor that goes into it: clone one of "
     "the two before"
@@ -108,6 +112,8 @@ class Capture:
         leaves = [leaf for leaf, is_wanted in zip(self.leaves, request.wanted, strict=True) if is_wanted]
         given = [(top, g, h) for top, g, h in zip(self.tops, grads, s, strict=True) if not g is h is None]
         method, borders, missing, rank = request.inner
+        if rank and self.is_symbolic:
+            raise ValueError(_RANK_OF_SYMBOLS)
         output = [top for top, _, _ in given] if borders == NETWORK else [self.outputs[nr] for nr in borders]
         loss, gradient, curvature = given[0]
         if len(given) > 1 or curvature is not None:

@@ -22,10 +22,14 @@ from ..rules.table import RULES
 from ..wiring import Wiring, wire
 from .capture import Capture, Request, order_of, refuse_shared
 from .pieces import Backend, Code, Pieces
-from .torch_compiler import one_at_a_time
+from .torch_compiler import broken_guards, guards_so_far, one_at_a_time
 
 Maybe = Tensor | None
 
+_OTHER_SIZES = (
+    "the backward pass of a compiled region was compiled for sizes of which {guard}, and these are others: pass "
+    "dynamic=False to torch.compile"
+)
 _CHANGED = (
     "a tensor that goes into a compiled region was written to between the forward and the backward pass, which needs "
     "its values: clone it before"
@@ -44,6 +48,7 @@ class Region:
         self.edges: Final = [index for index, value in enumerate(capture.inputs) if isinstance(value, Tensor)]
         self.orders: Final = [order_of(out) for out in capture.tops]
         self.views: Final = _views(capture.inputs, capture.outputs[: capture.returned])
+        self._guarded: Final = guards_so_far(capture.fake_mode)
         self._codes: Final[dict[Request, Code]] = {}
         self._function = _function_of(self)
 
@@ -105,6 +110,7 @@ class Region:
 
     def _run(self, request: Request, ctx: Any, seeds: Sequence[Maybe]) -> Sequence[Maybe]:
         code = self._codes.get(request)
+        self._refuse_other_sizes(ctx.inputs)
         if code is None:
             with one_at_a_time():
                 code = self._codes[request] = self.pieces.backward(request)
@@ -117,6 +123,16 @@ class Region:
         dense = [laid_out(seed, order) for seed, order in pairs if seed is not None]
         found: Sequence[Maybe] = code.run(*[kept[index] for index in code.kept], *[value for value, _ in again], *dense)
         return found
+
+    def _refuse_other_sizes(self, inputs: Sequence[tuple[Any, int]]) -> None:
+        """A backward is compiled after Dynamo has written its guards: raises where it has taken more for granted."""
+        if not self.capture.is_symbolic:
+            return
+        broken = broken_guards(
+            self.capture.fake_mode, self._guarded, self.capture.inputs, [value for value, _ in inputs]
+        )
+        if broken:
+            raise RuntimeError(_OTHER_SIZES.format(guard=broken[0]))
 
     def of_leaves(self, values: Sequence[Any]) -> list[Any]:
         """Those of the leaves, of values that belong to the tensors among all inputs."""

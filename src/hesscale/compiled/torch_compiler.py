@@ -42,6 +42,18 @@ def running_fake_mode() -> Any:
     return TracingContext.get().fake_mode
 
 
+def guards_so_far(fake_mode: Any) -> int:
+    """How many things have been taken for granted of sizes that are symbols."""
+    return 0 if fake_mode.shape_env is None else len(fake_mode.shape_env.guards)
+
+
+def broken_guards(fake_mode: Any, start: int, symbols: Sequence[Any], values: Sequence[Any]) -> list[str]:
+    """What has been taken for granted since ``start`` and does not hold for these values."""
+    known = {one.node._expr: value for one, value in zip(symbols, values, strict=True) if isinstance(one, _SYMBOLS)}
+    found = [guard.expr for guard in fake_mode.shape_env.guards[start:]]
+    return [str(expr) for expr in found if expr.xreplace(known) == False]  # noqa: E712 of sympy
+
+
 def fake_value(fake_mode: Any, value: Any) -> Any:
     """The same without values, where it is a tensor; with those symbols for sizes that Dynamo has chosen."""
     if not isinstance(value, Tensor) or (isinstance(value, FakeTensor) and value.fake_mode is fake_mode):
