@@ -27,7 +27,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -41,8 +41,6 @@ from tests.compiled.networks import loss_of_case
 from tests.compiled.test_rules import ONE_PER_RULE
 from tests.rules.case import Case
 from tests.rules.cases import CASES
-
-T = TypeVar("T")
 
 LIMITS: Mapping[str, float] = {"float32": 1e-5, "float64": 1e-12}
 SINGLE = {torch.float64: torch.float32, torch.complex128: torch.complex64}
@@ -149,7 +147,7 @@ def of_rule(case: Case) -> Problem:
     return Problem(case.label, loss_fn, nn.Module(), tensors)
 
 
-def of_model(name: str, *, as_it_comes: bool = False) -> Problem:
+def of_model(name: str) -> Problem:
     """A model of tests/test_transformers.py with one layer and without dropout; casts to float32 are taken out."""
     from tests.test_transformers import MODELS as CONFIGURATIONS
     from tests.test_transformers import batch_of, transformers
@@ -162,7 +160,7 @@ def of_model(name: str, *, as_it_comes: bool = False) -> Problem:
 
     def loss_fn(model: nn.Module, **batch: Tensor) -> Tensor:
         is_double = next(model.parameters()).dtype is torch.float64
-        with InDouble() if is_double and not as_it_comes else nullcontext():
+        with InDouble() if is_double else nullcontext():
             loss: Tensor = model(**batch).loss
             return loss
 
@@ -292,18 +290,13 @@ def run(kind: str, problems: Mapping[str, Callable[[], Problem]], out: Path, *, 
     done = {row.name for row in rows_of(out) if row.kind == kind}
     left = [make for name, make in problems.items() if name not in done]
     print(f"{len(problems) - len(left)} of {len(problems)} are there", flush=True)
-    for group in batched(left, together):
-        made = [make() for make in group]
+    for start in range(0, len(left), together):
+        made = [make() for make in left[start : start + together]]
         found = compared_together(kind, made, backend) if len(made) > 1 else [*compared(kind, made[0], backend)]
         with out.open("a") as file:
             file.writelines(json.dumps(asdict(row)) + "\n" for row in found)
         for row in found:
             print(f"{row.name}, {row.precision}: {row.problem or f'{row.deviation:.1e}'}", flush=True)
-
-
-def batched(items: Sequence[T], count: int) -> Iterator[Sequence[T]]:
-    """The items, so many at a time (itertools has it from Python 3.12 on)."""
-    return (items[i : i + count] for i in range(0, len(items), count))
 
 
 def rows_of(out: Path) -> list[Row]:
@@ -345,13 +338,12 @@ def main() -> None:
     chosen.out.parent.mkdir(parents=True, exist_ok=True)
     problems: dict[str, Callable[[], Problem]] = {}
     if chosen.what == "rules":
-        problems = {case.label: lambda case=case: of_rule(case) for case in (*ONE_PER_RULE, *CASES)}
+        problems = {case.label: partial(of_rule, case) for case in (*ONE_PER_RULE, *CASES)}
     elif chosen.what == "ranks":
         pairs = [(name, rank) for name in NETWORKS for rank in RANKS]
         problems = {f"{name}, rank={rank}": partial(of_rank, name, rank) for name, rank in pairs}
     elif chosen.what == "models":
-        as_it_comes = False  # bit for bit, whatever its dtypes are
-        problems = {name: lambda name=name: of_model(name, as_it_comes=as_it_comes) for name in MODELS}
+        problems = {name: partial(of_model, name) for name in MODELS}
     if chosen.only:
         problems = {name: problems[name] for name in chosen.only}
     kind = chosen.what if chosen.backend == "inductor" else f"{chosen.what}, {chosen.backend}"
