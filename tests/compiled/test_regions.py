@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import shutil
 from collections.abc import Iterator
 from typing import Any
 
@@ -298,6 +300,27 @@ def test_gradients_come_from_the_curvature_pass() -> None:
         hesscale.backward(cross_entropy(ours, *vectors(6)))
         cross_entropy(ours, *vectors(6)).backward()
     assert len(calls) == 2
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="Inductor needs a C++ compiler")
+def test_by_inductor_in_memory_that_is_used_again() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 3))
+    twin, ours = copy.deepcopy(model), compiled(model, backend="inductor")
+    held: list[tuple[Tensor, Tensor]] = []
+    for number in range(4):
+        x = torch.randn(5, 256, generator=torch.Generator().manual_seed(number))
+        for net, p in ((ours, model), (twin, twin)):
+            hesscale.backward(cross_entropy(net, x, torch.arange(5) % 3))
+            assert all((q.grad is None) == (q.curvature is None) for q in p.parameters())
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-5, atol=1e-7)
+            torch.testing.assert_close(p.curvature, q.curvature, rtol=1e-5, atol=1e-7)
+        if number % 2:  # somebody keeps what later passes must not write to
+            held.append((model[0].weight.curvature, model[0].weight.curvature.clone()))
+        model.zero_grad()
+        twin.zero_grad()
+    assert all(torch.equal(kept, copied) for kept, copied in held)
 
 
 def test_hooks() -> None:

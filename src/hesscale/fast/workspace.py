@@ -10,7 +10,9 @@ freed by the next pass of the thread. On devices other than the CPU torch's cach
 
 from __future__ import annotations
 
+import math
 import threading
+from collections.abc import Callable
 from itertools import chain
 from sys import getrefcount
 from typing import Final, final
@@ -151,6 +153,18 @@ def _current(like: Tensor) -> Workspace | None:
     if torch.is_grad_enabled() or not _is_plain(like):
         return None
     return _LOCAL.current
+
+
+def lending(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """``allocate(size, stride, dtype)``, from the workspace in use where there is one and the memory is large."""
+
+    def empty(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        workspace = _LOCAL.current
+        if workspace is None or math.prod(size) * dtype.itemsize < LEAST:
+            return allocate(size, stride, dtype)
+        return workspace.empty(size, stride, dtype)
+
+    return empty
 
 
 def scratch(x: Tensor) -> Tensor | None:
