@@ -127,7 +127,8 @@ class Capture:
     def graph(self) -> Graph:
         """Torch's graph behind the outputs."""
         with self._writing(), torch.enable_grad():
-            return graph_behind(edge_of(Seeds.apply(*self.tops))[0])  # type: ignore[no-untyped-call]
+            self._root: Tensor = Seeds.apply(*self.tops)  # type: ignore[no-untyped-call]  # nodes live as long as it does
+        return graph_behind(edge_of(self._root)[0])
 
     def _writing(self) -> Any:
         return writing(self.tracer, self.fake_mode, symbolic=self.is_symbolic)

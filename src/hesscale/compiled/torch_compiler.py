@@ -242,7 +242,7 @@ def _by_inductor(
     _refuse_wrong(module)
     results = results_of(module)
     with V.set_fake_mode(fake_mode), config.patch(dict(options)), torch.no_grad():
-        module = compile_fx._recursive_joint_graph_passes(module)
+        module = compile_fx._recursive_joint_graph_passes(module) or module  # in place in older versions of torch
         seen = [index for index, node in enumerate(results[:visible]) if isinstance(node, fx.Node)]
         module.graph.output_node().meta["user_visible_output_idxs"] = seen
         code = compile_fx.compile_fx_inner(module, list(values), is_backward=visible is None)
