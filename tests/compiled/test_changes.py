@@ -18,19 +18,6 @@ import hesscale
 
 from .networks import assert_same, close, compare, compiled, cross_entropy, small, vectors
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),  # Dynamo's own look
-]
-
-
-@pytest.fixture(autouse=True)
-def no_compilations_before() -> Iterator[None]:
-    torch._dynamo.reset()
-    with torch._dynamo.config.patch(skip_nnmodule_hook_guards=False):  # hooks that come later are seen only then
-        yield
-    torch._dynamo.reset()
-
 
 def assert_agree(
     ours: nn.Module, theirs: nn.Module, loss_fn: Callable[..., Tensor], function: Any, *batch: Any

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,18 +16,6 @@ from torch.utils.checkpoint import checkpoint
 import hesscale
 
 from .networks import compiled, small, vectors
-
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),  # Dynamo's own look
-]
-
-
-@pytest.fixture(autouse=True)
-def no_compilations_before() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def leaf(*shape: int, seed: int = 0) -> Tensor:

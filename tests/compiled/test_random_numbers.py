@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,20 +14,11 @@ from hesscale.compiled.torch_compiler import functional
 
 from .networks import compiled
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
-
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "dropout": lambda x: F.dropout(F.gelu(F.dropout(x, 0.3)), 0.3).square().sum(),
     "noise of which the gradient keeps a function": lambda x: (x + torch.randn_like(x)).sin().sum(),
     "rrelu": lambda x: F.rrelu(x - 0.5, training=True).square().sum(),
 }
-
-
-@pytest.fixture(autouse=True)
-def no_compilations_before() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import shutil
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,20 +15,6 @@ import hesscale
 from hesscale.rules import registered
 
 from .networks import Tied, compare, compiled, cross_entropy, small, vectors, words
-
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),  # Dynamo's own look
-    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),  # likewise
-]
-
-
-@pytest.fixture(autouse=True)
-def no_compilations_before() -> Iterator[None]:
-    torch._dynamo.reset()
-    with torch._dynamo.config.patch(allow_rnn=True):
-        yield
-    torch._dynamo.reset()
 
 
 class TwoHeads(nn.Module):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -15,11 +15,6 @@ from hesscale.rules import RULES
 from ..rules.case import Case
 from ..rules.cases import CASES
 from .networks import compiled, loss_of_case
-
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),  # Dynamo's own look
-]
 
 NO_FAKE_KERNEL = {"CtcLossBackward0", "CtcLossBackward1", "LinalgLstsqBackward0", "PackPaddedSequenceBackward0"}
 """Operations whose outputs have sizes or values that torch cannot tell without data: no compiler takes them."""
@@ -36,14 +31,6 @@ WITH_NUMBERS = [case for case in CASES if "number" in case.label]
 
 SIZE = 8
 GROUPS = [(ONE_PER_RULE + WITH_NUMBERS)[start : start + SIZE] for start in range(0, len(ONE_PER_RULE), SIZE)]
-
-
-@pytest.fixture(autouse=True)
-def no_compilations_before() -> Iterator[None]:
-    torch._dynamo.reset()
-    with torch._dynamo.config.patch(allow_rnn=True):
-        yield
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("cases", GROUPS, ids=lambda cases: cases[0].label)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,21 +17,7 @@ from hesscale.double_backward import unfused
 
 from .networks import Tied, assert_same, close, compiled, cross_entropy, small, vectors, words
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),  # Dynamo's own look
-    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),  # likewise
-]
-
 Loss = Callable[..., Tensor]
-
-
-@pytest.fixture(autouse=True)
-def no_compilations_before() -> Iterator[None]:
-    torch._dynamo.reset()
-    with torch._dynamo.config.patch(allow_rnn=True):
-        yield
-    torch._dynamo.reset()
 
 
 def by_backward(optimizer: Any, loss: Callable[[], Tensor]) -> None:

@@ -59,6 +59,7 @@ class Capture:
         self.fake_mode: Final = fake_mode
         self.is_symbolic: Final = any(not isinstance(value, Tensor) for value in inputs)
         self.tracer: Final = new_tracer()
+        self.living: Final = frozenset(index for index, value in enumerate(inputs) if _lives_anyhow(value))
         self.inputs = tuple(map(self._input, inputs))
         first = len(self.tracer.graph.nodes)
         with without_values(self.fake_mode):
@@ -138,6 +139,11 @@ class Capture:
 
     def _nodes_of(self, values: Sequence[Any]) -> list[Any]:
         return [node_of(self.tracer, value) for value in values]
+
+
+def _lives_anyhow(value: Any) -> bool:
+    """Whether it takes no memory to keep it: numbers, and parameters."""
+    return not isinstance(value, Tensor) or (value.requires_grad and value.is_leaf)
 
 
 def order_of(tensor: Tensor) -> tuple[int, ...]:

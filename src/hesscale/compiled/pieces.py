@@ -1,6 +1,6 @@
 """From what a region computes to compiled code: a forward, its plain backward, and a backward for each request.
 
-What the forward keeps is what the plain backward needs, no more: the curvature is computed from the same tensors.
+The forward keeps what the plain backward needs, and what curvature would otherwise have to compute again at a price.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .written_graph import JointRun, updated_inputs
 Run = Callable[..., Any]
 
 _GONE = (
-    "this pass needs random numbers that the forward pass of a compiled region has drawn and not kept: compute the "
+    "this pass needs what the forward pass of a compiled region has not kept, a tensor or random numbers: compute the "
     "loss within `with torch.compiler.set_stance('force_eager'):`"
 )
 
@@ -61,7 +61,7 @@ class Pieces:
         self.count: Final = len(capture.outputs) + len(self.updated)
         self.all: Final = Request((True,) * len(capture.tops))
         forward, self._plain = partitioned(self._joint(self.all), self.count)
-        self._keep_more(forward)
+        self.remembered: Final = self._keep_more(forward)
         kept = results_of(forward)[self.count :]
         self._names: Final = [node.name for node in kept]
         self._kept: Final = {name: index for index, node in enumerate(kept) if (name := label(node)) is not None}
@@ -84,27 +84,35 @@ class Pieces:
         needed = _leading_to(results, {*ends, *inputs}) | symbols
         own = {index: node for node, index in ends.items() if node in needed}
         again = [index for index, node in enumerate(inputs[: -len(seeds)]) if node in needed and node not in ends]
-        if any(is_random(node) and label(node) is not None for node in needed if node not in own.values()):
+        is_drawn = any(is_random(node) and label(node) is not None for node in needed if node not in own.values())
+        if is_drawn or not self.remembered.issuperset(again):
             raise RuntimeError(_GONE)
         starts = [*own.values(), *(inputs[index] for index in again), *seeds]
         same = {node: own[index] for node, index in ends.items() if index in own}
         return Code(self._lowered(_cut_off(joint, starts, same, needed, results), [*own]), [*own], again)
 
-    def _keep_more(self, forward: fx.GraphModule) -> None:
-        """Makes the forward keep what curvature would otherwise be computed from again, where that is dear or wrong."""
+    def _keep_more(self, forward: fx.GraphModule) -> frozenset[int]:
+        """Makes the forward keep what curvature would otherwise be computed from again, where that is dear or wrong.
+
+        Returns which of the inputs it is computed from as well; those that live anyhow always count.
+        """
         count = len(self._capture.tops)
-        everything = Request((True,) * count, (True,) * count, (True,) * len(self._capture.leaves), Inner("hesscale"))
+        inner = Inner("hesscale", missing="exact")
+        everything = Request((True,) * count, (True,) * count, (True,) * len(self._capture.leaves), inner)
         try:
             joint = self._joint(everything)
         except Exception:  # whoever asks for curvature is told
-            return
+            return self._capture.living
         made = {name: node for node in forward.graph.nodes if (name := label(node)) is not None}
         kept = {label(node) for node in results_of(forward)[self.count :]}
         dear = {node for node in joint.graph.nodes if label(node) in made and _is_dear(node)}
         ends = {node for node in joint.graph.nodes if label(node) in made.keys() & kept} | dear
-        more = {label(node) for node in _leading_to(results_of(joint)[self.count :], ends) & dear}
+        needed = _leading_to(results_of(joint)[self.count :], ends)
+        more = {label(node) for node in needed & dear}
         forward.graph.output_node().args = ([*results_of(forward), *(made[name] for name in sorted(more - kept))],)
         forward.recompile()
+        given = joint.graph.find_nodes(op="placeholder")[: len(self._capture.inputs)]
+        return self._capture.living.union(index for index, node in enumerate(given) if node in needed)
 
     def _lowered(self, module: fx.GraphModule, kept: Sequence[int]) -> Run:
         """A backward, whose first inputs are these of what is kept."""

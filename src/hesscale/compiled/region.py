@@ -79,7 +79,8 @@ class Region:
         ctx.save_for_backward(*tensors)
         ctx.others = [None if isinstance(value, Tensor) else value for value in kept]
         ctx.region, ctx.ready = self, None
-        ctx.inputs = [(value, value._version) if isinstance(value, Tensor) else (value, 0) for value in inputs]
+        remembered = [value if i in self.pieces.remembered else None for i, value in enumerate(inputs)]
+        ctx.inputs = [(value, value._version if isinstance(value, Tensor) else 0) for value in remembered]
         ctx.mark_non_differentiable(
             *(out for i, out in enumerate(outputs) if i not in self.tops and isinstance(out, Tensor))
         )
